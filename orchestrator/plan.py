@@ -130,7 +130,7 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
     tables = read_tables(options.devices)
     # Imported here because --help and a wrong name must not wait seconds for torch.
     if options.cluster.endswith(f"x{CPU}"):
-        from orchestrator.strategies.model_work import with_cpus
+        from orchestrator.strategies.checks.model_work import with_cpus
 
         tables = with_cpus(tables)
     cluster = parse_cluster(options.cluster, tables, link=options.link)

@@ -30,9 +30,9 @@ from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Forecast, Que
 from orchestrator.prediction.work import ModelWork
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.model_work import UNFUSED
+from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.keys import MeshConfig
-from orchestrator.strategies.model_work import UNFUSED
-from orchestrator.strategies.traced_job import TracedJob
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""

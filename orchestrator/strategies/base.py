@@ -112,11 +112,6 @@ class Strategy(abc.ABC):
     # On the driver, before anything starts
 
     @classmethod
-    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        """Return what a worker computes of the model, before it is divided into shards and stages."""
-        return outline
-
-    @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         """Return the bytes that a worker gathers from others at the same time, for a model without memory."""
         return 0.0

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.model.precision import Precision
+from orchestrator.planning.mesh import TOGETHER
 from orchestrator.strategies.base import Compared, Strategy
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics
@@ -57,11 +58,6 @@ class ComparedTrainer(Strategy):
         if not self.compares_whole or self.context.mesh.world_size == 1:
             return Compared()
         return compare_with_whole(self, train_set, known=known, is_cut=is_cut)
-
-    @property
-    def compares_training(self) -> bool:
-        """Whether one worker could compute the same loss of the same parts of a batch."""
-        return True
 
     @property
     def compares_together(self) -> bool:
@@ -136,7 +132,7 @@ class ComparedTrainer(Strategy):
         """The keys that divide the model, or its samples, as typed on the command line."""
         options, mesh = self.context.options, self.context.mesh
         keys = [f"strategy={options.name}"]
-        keys += [f"strategy.{d}={mesh.size(d)}" for d in ("tensor", "context") if mesh.size(d) > 1]
+        keys += [f"strategy.{d}={mesh.size(d)}" for d in reversed(TOGETHER) if mesh.size(d) > 1]
         return " ".join([*keys, "strategy.sequence=true"] if getattr(options, "sequence", False) else keys)
 
     @property

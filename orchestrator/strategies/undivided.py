@@ -181,12 +181,11 @@ class Undivided:
         for parameter in named.values():
             parameter.grad = None
 
-    def passed(self, batches: Batches, *, trains: bool, seed: int, rounding: float = 0.0) -> Passed:
+    def passed(self, batches: Batches, *, seed: int, rounding: float = 0.0) -> Passed:
         """Train on the batches without an update, and evaluate some of them. The model is left as it was.
 
         Args:
             batches: the samples.
-            trains: whether to compute more than an evaluation.
             seed: seeds the random generators before the passes of each replica.
             rounding: by what share of itself each entry of the parameters is moved, up or down.
 
@@ -197,7 +196,7 @@ class Undivided:
         with kept_generators(self._context.device), demand, ExpectedNumbers(communicates=True) as numbers:
             try:
                 begin = functools.partial(self._begin, seed, rounding)
-                figures, gradients, buffers = self._train(batches, begin) if trains else ({}, None, {})
+                figures, gradients, buffers = self._train(batches, begin)
                 figures = {**figures, **self._evaluate(batches, begin)}
             finally:
                 self._kept.restore()

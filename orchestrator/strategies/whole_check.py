@@ -126,7 +126,6 @@ class _Comparison:
         self._is_cut = is_cut
         self._context = context = trainer.context
         self._rank, self._seed, self._most_bytes = context.global_rank, context.seed, most_bytes
-        self._trains = trainer.compares_training
         self._exchange = Exchange(trainer)
         self._zeros: Sequence[str] = ()
 
@@ -164,7 +163,7 @@ class _Comparison:
         if isinstance(answer, str):
             return self._note(answer)
         sums = self._passes(batches, drew=answer["drew"])
-        gradients = self._exchange.compared() if self._trains else None
+        gradients = self._exchange.compared()
         buffers = self._buffers_apart(answer["buffers"], None if reference is None else reference.passed.buffers)
         ranks = self._gathered({"buffers": buffers, **sums})
         self._begin()
@@ -195,7 +194,7 @@ class _Comparison:
             undivided = Undivided(
                 trainer.job, self._context, trainer.precision, self._exchange, is_cut=self._is_cut, most_bytes=most
             )
-            passed = undivided.passed(batches, trains=self._trains, seed=self._seed)
+            passed = undivided.passed(batches, seed=self._seed)
         except CutShortError as e:
             return str(e)
         except ChangedValueError as e:
@@ -223,11 +222,10 @@ class _Comparison:
         try:
             with ExpectedNumbers(communicates=True) if drew else contextlib.nullcontext():
                 evaluation = sums_of(trainer.evaluate(read()[0], batches.rows))
-                if self._trains:
-                    self._begin()
-                    loss_sum, weight, norm = trainer.pass_once(read(), batches)
-                    train = {LOSS: float(loss_sum), "weight": float(weight)} if self._context.counts_samples else {}
-                    train[NORM] = float(norm)
+                self._begin()
+                loss_sum, weight, norm = trainer.pass_once(read(), batches)
+                train = {LOSS: float(loss_sum), "weight": float(weight)} if self._context.counts_samples else {}
+                train[NORM] = float(norm)
             trainer.confirm()
         except torch.OutOfMemoryError:
             raise
@@ -309,7 +307,7 @@ class _Comparison:
         """Return what differs by more than rounding, or random numbers, explain, and whether there are such numbers."""
 
         def changes(**how: Any) -> list[float]:
-            passed = reference.undivided.passed(batches, trains=self._trains, **how)
+            passed = reference.undivided.passed(batches, **how)
             return [apart_from(reference.passed, passed, one) for one in apart]
 
         drawn = changes(seed=self._seed + 1)

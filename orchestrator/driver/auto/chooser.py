@@ -36,9 +36,9 @@ from orchestrator.records.output_dir import staged_run
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import AutoConfig
-from orchestrator.strategies.traced_job import TracedJob
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS
 from orchestrator.timeline import Action
 from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts

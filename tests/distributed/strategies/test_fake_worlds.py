@@ -21,8 +21,8 @@ from orchestrator.planning.mesh import Dimension, Mesh
 from orchestrator.prediction.cost import sent_bytes
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.prediction.work import ModelWork
+from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.replicated.comm_hooks import average_in
-from orchestrator.strategies.traced_job import TracedJob
 from orchestrator.strategies.trainer import Trainer
 
 T = TypeVar("T")

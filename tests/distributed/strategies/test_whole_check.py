@@ -18,6 +18,7 @@ from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
+from helpers.records.runs import in_campaign
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 from orchestrator.strategies.trainer import Trainer

@@ -33,10 +33,10 @@ from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.memory_plan import kept_by_rows, parameter_sizes
+from orchestrator.strategies.checks.model_work import traced, with_cpus
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.memory_plan import kept_by_rows, parameter_sizes
-from orchestrator.strategies.model_work import traced, with_cpus
 from orchestrator.strategies.transforms.tensor import tensor_errors, tensor_outline
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from helpers.models.catalogue import job_of
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, Split
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.rank_context import Context
 
 CPU = torch.device("cpu")
@@ -207,6 +207,6 @@ def pipeline_warnings(job: Job) -> str:
         collective_timeout_s=1,
         pipeline=plan.pipeline,
     )
-    strategy, train_set = Pipeline(context, job), job.dataset("train")
+    strategy, train_set = MeshTrainer(context, job), job.dataset("train")
     strategy.setup(train_set)
-    return "\n".join(strategy.notes_on(strategy.whole_model(), train_set))
+    return "\n".join(strategy.setup_warnings())

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.update.gradients import begin_sum
 
 
-class ReplicaSums(Sums):
+class OfStages(Sums):
     """Sums over replicas of the stages, each of which begins after the last backward pass through its stage."""
 
     def __init__(

@@ -19,9 +19,9 @@ from orchestrator.planning.memory import GIB
 from orchestrator.prediction.cost import Stack
 from orchestrator.prediction.devices import CPU, Device, Link, Tables
 from orchestrator.prediction.work import ModelWork, Work
+from orchestrator.strategies.checks.memory_plan import KeptByRows, fake_loss, kept_of
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.flop_counter import WorkCounter
-from orchestrator.strategies.memory_plan import KeptByRows, fake_loss, kept_of
 
 Recomputed = Literal["none", "blocks"]
 

@@ -22,9 +22,9 @@ from orchestrator.prediction.forecast import Forecast
 from orchestrator.prediction.work import ModelWork
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.checks.memory_plan import UNKNOWN_STATE, parameter_sizes
+from orchestrator.strategies.checks.model_work import Recomputed, traced
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import UNKNOWN_STATE, parameter_sizes
-from orchestrator.strategies.model_work import Recomputed, traced
 from orchestrator.strategies.transforms.tensor import assumed_division
 from orchestrator.timeline import UNIT_TIMES, busy_s, extent_s, simulate
 

@@ -28,9 +28,9 @@ from orchestrator.planning.memory import (
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.strategies.checks.optimizer_memory import NO_STATE, state_sizes
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.optimizer_memory import NO_STATE, state_sizes
 from orchestrator.strategies.peer_copies import KEPT
 
 _ALL_AT_ONCE = ("GPipe", "LoopedBFS")
@@ -139,7 +139,7 @@ def host_memory(config: Config, plan: Plan, sizes: Sequence[ParameterSize], divi
     part = worker_memory(sizes, replace(division, parameters=division.optimizer))  # what is saved
     part_bytes = part.parameters + part.optimizer
     every, saved_every = config.recovery.peer_copy_every, config.checkpoint.every
-    parts = mesh.num_shards * mesh.pipeline * mesh.tensor
+    parts = mesh.num_workers // mesh.replicate
     kept = min(KEPT, steps // every) if every and parts > 1 else 0
     saved = min(2, math.ceil(steps / saved_every)) if saved_every else 1  # there is one at the end in any case
     is_here = plan.device == "cpu" or memory.on_host

@@ -12,35 +12,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.precision import Precision, gathered_share
+from orchestrator.model.precision import Precision
 from orchestrator.model.stages import module_of
-from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
-from orchestrator.planning.plan import Plan
-from orchestrator.protocol.metrics import MetricSpec
+from orchestrator.planning.mesh import DENSE, TOKENS
+from orchestrator.planning.placement import Placement
+from orchestrator.protocol.metrics import MetricSpec, wait_metric
 from orchestrator.state.transport import CPU
-from orchestrator.strategies.constructor import Outline, constructor_of
-from orchestrator.strategies.data.batch_parts import BatchDivision
-from orchestrator.strategies.group_reduction import PartReduction
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
-from orchestrator.strategies.part_trainer import PartTrainer, wait_metric
+from orchestrator.strategies.owner import Own
+from orchestrator.strategies.parts.part import ModelPart
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.reduction import Reduction
-from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
+from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
+from orchestrator.strategies.sums.into_shards import IntoShards
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
-from orchestrator.strategies.transforms.context import check_context
-from orchestrator.strategies.transforms.tensor import check_tensor
+from orchestrator.strategies.transforms.part import Parts
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.strategies.whole_model import WholeModel
 
@@ -112,81 +110,63 @@ class ShardedModel(WholeModel):
         self.divided.close()
 
 
-class FSDP(PartTrainer):
-    """A shard of each tensor of the model on every worker, and replicas of the shards if the mesh has them."""
+class Gathered(ModelPart):
+    """A shard of each tensor of the model, or of its parts."""
 
-    divides_model = True
-    moves_parameters = True
-    evaluates_padding = True
+    is_built_alone = False
     passes: ShardedModel
 
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        notes = super().check_job(config, outline, plan, errors)
-        notes = (*notes, *check_shards(config, outline, plan, errors), *check_tensor(config, outline, plan, errors))
-        return (*notes, *check_context(config, outline, plan, errors))
+    def setup(self, context: Context, parts: Parts, train_set: Dataset[Any]) -> None:
+        super().setup(context, parts, train_set)
+        build = parts.of(constructor_of(self.job, context.train, self.precision))
+        divided = DividedModel(build, context, self.precision, placed=parts.placement)
+        self.passes = ShardedModel(self.job_of_part, context, self.precision, divided)
+        self._train_set: Dataset[Any] | None = train_set  # until the optimizer is made
+        self._options = ShardedConfig.of(context.options)
 
-    @classmethod
-    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
-        share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
-        return gathered_at_once(ShardedConfig.of(config.strategy), model, share=share)
-
-    def setup(self, train_set: Dataset[Any]) -> None:
-        self._train_set: Dataset[Any] | None = train_set  # until the first attach()
-        self.find_parts(train_set)
-        divided = DividedModel(self.constructor(), self.context, self.precision, placed=self.placement)
-        self.passes = ShardedModel(self.job_of_part, self.context, self.precision, divided)
-        self._warnings = self.notes_on(self.passes.model, train_set)
-
-    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
-        return self.warning_of_whole(division, model, train_set)
-
-    def attach(self) -> None:
-        """Divide the model over the process groups of this generation."""
-        context, passes = self.context, self.passes
-        groups = MeshGroups(context)
-        shards = groups.over(*DENSE)
-        assert shards is not None
-        if self._train_set is not None:
-            self.trained = self._trained(self._train_set)
-            self._train_set = None
-        super().attach()  # frees gradients before the model is divided
-        self.connect_peers(groups)
-        passes.divide(shards)
-        self.trained.use([passes.model])
-        tokens, _ = groups.over(*TOKENS), groups.over("replicate")  # formed here, on all ranks
-        assert tokens is not None
-        sums = PartSums(passes.divided, tokens, at_end=False)
-        self.reduction = PartReduction(context, self.trained, groups, sums, self._sharing)
-
-    def _trained(self, train_set: Dataset[Any]) -> Trained:
-        context, passes = self.context, self.passes
-        whole = build_fake(constructor_of(self.job, context.train, self.precision), CPU)
-        optimizer = optimizer_of_part(self.job, whole.model, passes.module())
-        passes.divided.calls = check_forward(
-            self.job, whole, train_set, precision=self.precision, options=ShardedConfig.of(context.options)
-        )
-        return Trained(
-            self.job,
-            context,
-            [passes.model],
-            {"": optimizer},
-            train_set,
-            module=passes.module,
-            placements=passes.divided.placements,
-        )
+    def module(self) -> nn.Module:
+        return self.passes.module()
 
     @property
-    def timers(self) -> Mapping[MetricSpec, WaitTimer]:
-        divided = self.passes.divided
-        return {ALL_GATHER_MS: divided.gathers, REDUCE_SCATTER_MS: divided.scatters, **super().timers}
+    def modules(self) -> Sequence[nn.Module]:
+        return [self.passes.model]
+
+    @property
+    def outline(self) -> nn.Module:
+        return self.passes.model
 
     @property
     def saved_names(self) -> Sequence[str]:
         return self.passes.saved_names
 
+    def placements(self) -> Mapping[str, Placement]:
+        return self.passes.divided.placements
+
+    def optimizer(self, owner: Own) -> Optimizer:
+        whole = build_fake(constructor_of(self.job, self._train, self.precision), CPU)
+        optimizer = optimizer_of_part(self.job, whole.model, owner.module())
+        assert self._train_set is not None
+        self.passes.divided.calls = check_forward(
+            self.job, whole, self._train_set, precision=self.precision, options=self._options
+        )
+        self._train_set = None
+        return optimizer
+
+    def divide(self, context: Context, groups: MeshGroups, trained: Trained) -> None:
+        shards = groups.over(*DENSE)
+        assert shards is not None
+        self.passes.divide(shards)
+        trained.use([self.passes.model])
+
+    def sums(self, context: Context, groups: MeshGroups, owner: Own) -> Sums:
+        tokens, _ = groups.over(*TOKENS), groups.over("replicate")  # formed here, on all ranks
+        assert tokens is not None
+        return IntoShards(self.passes.divided, tokens, at_end=False)
+
+    @property
+    def timers(self) -> Mapping[MetricSpec, WaitTimer]:
+        return {ALL_GATHER_MS: self.passes.divided.gathers, REDUCE_SCATTER_MS: self.passes.divided.scatters}
+
     def close(self) -> None:
         if hasattr(self, "passes"):  # otherwise setup() has failed
             self.passes.close()
-            self.reduction = Reduction()
-        super().close()

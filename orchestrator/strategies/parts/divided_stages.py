@@ -1,4 +1,4 @@
-"""``fsdp_pipeline``: stages whose tensors are divided, on a grid of strategy.pipeline_parallel_size x shards workers.
+"""Stages whose tensors are divided, on a grid of workers.
 
 The workers that have one stage together, its shards, each train on a part of the batch. The blocks of a stage are
 gathered while micro-batches pass through them. The gradients of a step are kept whole on each worker and summed into
@@ -15,115 +15,100 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, TrainConfig
+from orchestrator.config.schema import TrainConfig
 from orchestrator.model.boundary import Boundary
-from orchestrator.model.cut import Cut
-from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.stages import Stage, state_of
-from orchestrator.planning.mesh import DENSE, TOKENS, Mesh
-from orchestrator.planning.plan import Plan
-from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.group_reduction import Sums
+from orchestrator.planning.mesh import DENSE, TOKENS
+from orchestrator.planning.placement import Placement
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.keys import ShardedConfig
-from orchestrator.strategies.measure.job_metrics import EvalSums
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.owner import Own
+from orchestrator.strategies.parts.stages import Stages
 from orchestrator.strategies.pipelined.stage_builder import StageBuilder
-from orchestrator.strategies.sharded.divided_model import DividedModel, PartSums
+from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.sharded.divided_model import DividedModel
 from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.shard_options import check_shards, gathered_at_once
+from orchestrator.strategies.sums.into_shards import IntoShards
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
-from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 
-class FSDPPipeline(Pipeline):
+class GatheredStages(Stages):
     """A part of each tensor of one stage, or of several."""
 
-    evaluates_padding = True
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        before = len(errors)
-        notes = super().check_job(config, outline, plan, errors)
-        if len(errors) == before:
-            check_shards(config, outline, plan, errors)  # its notes are on whole models
-        return notes
-
-    @classmethod
-    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
-        options = ShardedConfig.of(config.strategy)
-        share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
-        if options.reshard_after_forward:
-            return gathered_at_once(options, model, share=share)
-        return share * sum(p.nbytes for p in model.parameters()) / mesh.pipeline
-
-    def _build(self, builder: StageBuilder, train_set: Dataset[Any], cut: Cut) -> None:
+    def _build(self, builder: StageBuilder, context: Context, train_set: Dataset[Any]) -> None:
         sequence = builder.sequence
         divided: list[DividedModel] = []
 
         def build_layers(indices: Sequence[int]) -> Mapping[int, nn.Module]:
-            wanted = sequence.uses(indices)
-            own = DividedModel(builder.constructor, self.context, self.precision, wanted=wanted, placed=self.placement)
-            divided.append(own)
+            wanted, placed = sequence.uses(indices), self.parts.placement
+            divided.append(DividedModel(builder.constructor, context, self.precision, wanted=wanted, placed=placed))
             return sequence.of(divided[0].model, indices)
 
-        built = builder.build(cut, own=self._own, stage_ranks=self.layout.stage_ranks, build_layers=build_layers)
+        stage_ranks = self.layout.stage_ranks
+        built = builder.build(self._agreed, own=self._own, stage_ranks=stage_ranks, build_layers=build_layers)
         self._shared = built.shared
-        own = self._divided = DividedStages(divided[0], built.stages)
-        options = ShardedConfig.of(self.context.options)
-        optimizer = optimizer_of_part(self.job, self.whole_model(), own.module())
-        own.model.calls = check_forward(
-            self.job_of_part,
-            sequence.whole,
-            train_set,
-            precision=self.precision,
-            options=options,
-            layers=nn.Sequential(*sequence.modules),
-            begin=lambda inputs: inputs if self._tokens is None else self._tokens.begin(self.job, inputs),
-        )
-        self.trained = Trained(
-            self.job,
-            self.context,
-            [stage.module for stage in own.stages],
-            {"": optimizer},
-            train_set,
-            module=own.module,
-            placements=self.placed(own.model.placements),
-        )
-        self._cut = cut
+        self._divided = DividedStages(divided[0], built.stages)
+        self._sequence, self._train_set = sequence, train_set
+        self._options = ShardedConfig.of(context.options)
 
-    def undivided(self) -> nn.Module:
+    def module(self) -> nn.Module:
         return self._divided.module()
 
-    def _sums(self, groups: MeshGroups) -> Sums:
-        shards, batch = groups.over(*DENSE), groups.over(*TOKENS)
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return [stage.module for stage in self.stages or self._divided.stages]
+
+    def optimizer(self, owner: Own) -> Optimizer:
+        optimizer = super().optimizer(owner)
+        sequence = self._sequence
+        self._divided.model.calls = check_forward(
+            self.job_of_part,
+            sequence.whole,
+            self._train_set,
+            precision=self.precision,
+            options=self._options,
+            layers=nn.Sequential(*sequence.modules),
+            begin=functools.partial(self.parts.begin, self.job),
+        )
+        del self._sequence, self._train_set
+        return optimizer
+
+    def placements(self) -> Mapping[str, Placement]:
+        return self._divided.model.placements
+
+    def divide(self, context: Context, groups: MeshGroups, trained: Trained) -> None:
+        super().divide(context, groups, trained)
+        shards = groups.over(*DENSE)
         groups.over("replicate")  # on all ranks, although a stage may have nothing that is divided
         assert shards is not None
-        assert batch is not None
-        self._divided.divide(shards, self.context.train)
+        self._divided.divide(shards, context.train)
         self.stages = self._divided.called
-        self.trained.use([stage.module for stage in self.stages])
-        return PartSums(self._divided.model, batch, at_end=True)
+        trained.use(self.modules)
+
+    def sums(self, context: Context, groups: MeshGroups, owner: Own) -> Sums:
+        batch = groups.over(*TOKENS)
+        assert batch is not None
+        return IntoShards(self._divided.model, batch, at_end=True)
+
+    def gather_for_step(self) -> None:
+        self._divided.model.wrapped.gather_all()
 
     @contextlib.contextmanager
-    def around_step(self, *, logged: bool) -> Iterator[None]:
-        with super().around_step(logged=logged):
-            self._divided.model.wrapped.gather_all()
-            yield
-
-    def evaluate(self, batch: Any, valid: int) -> EvalSums:
+    def gathered(self) -> Iterator[None]:
         self._divided.model.wrapped.gather_all()
         try:
-            return super().evaluate(batch, valid)
+            yield
         finally:
             self._divided.model.wrapped.free()
 
     def close(self) -> None:
         super().close()
-        if self._cut is not None:
+        if hasattr(self, "_divided"):  # otherwise nothing is built yet
             self._divided.model.close()
             self.stages = ()
 

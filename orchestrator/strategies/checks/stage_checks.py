@@ -32,6 +32,7 @@ from orchestrator.strategies.keys import StagedConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.stage_builder import recorded_call
+from orchestrator.strategies.transforms.every import used_in
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
 SAMPLES_OF_SHAPES = 8
@@ -59,7 +60,9 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
         precision, train_set = outline.precision, job.dataset("train")
 
         def as_called(inputs: Any) -> Any:
-            return precision.inputs(job.positioned(inputs) if plan.mesh.context > 1 else inputs)
+            for part in used_in(plan.mesh):
+                inputs = part.called_with(job, inputs)
+            return precision.inputs(inputs)
 
         inputs, target = example_batch(job, train_set, rows)
         ragged = ragged_error((inputs, target), rows, strategy=strategy.name)

@@ -266,7 +266,10 @@ def check_whole_tensors(config: Config, job: Job, model: nn.Module, plan: Plan, 
     if divides_state:
         key, otherwise = "strategy.shard_optimizer=true", "set it to false"
     elif plan.mesh.num_shards == 1:
-        key, otherwise = f"strategy.tensor={plan.mesh.tensor}", "set it to 1"
+        from orchestrator.strategies.transforms.every import used_in  # which few runs need
+
+        dimension = used_in(plan.mesh)[0].dimension
+        key, otherwise = f"strategy.{dimension}={plan.mesh.size(dimension)}", "set it to 1"
     optimizer = optimizer_of_part(job, model, nn.Module())
     changed = own_step_errors(key, optimizer, otherwise=otherwise)
     if changed or type(optimizer) in ELEMENTWISE:
