@@ -19,7 +19,8 @@ from jobs.sleep import Sleep
 from orchestrator.config.schema import Config
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.mesh_trainer import MeshTrainer
+from orchestrator.strategies.parts.stages import Stages
 from orchestrator.timeline import Span, bubble, theoretical_bubble
 
 GRIDS = ((4, 8), (8, 8))
@@ -99,13 +100,14 @@ def observe(schedule: str, workers: int, microbatches: int, *, steps: int) -> li
 
 def record(strategy: Strategy, config: Config) -> WorkerTrace:
     """Run the steps on one worker and record its spans; a function for :func:`forked.train`."""
-    assert isinstance(strategy, Pipeline)
+    assert isinstance(strategy, MeshTrainer)
+    assert isinstance(strategy.part, Stages)
     loader = DataLoader(strategy.job.dataset("train"), config.train.global_batch_size)
     steps = []
     for _, batch in zip(range(config.train.steps), loader, strict=False):
         strategy.train_step([batch], want_grad_norm=False, want_metrics=True)
         steps.append(strategy.spans())
-    return WorkerTrace(steps=steps[1:], live=strategy.timed_stages[0].live)
+    return WorkerTrace(steps=steps[1:], live=strategy.part.timed_stages[0].live)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from harness.rounds import Claim, argument_parser, report, table
 from jobs.gpt import GPT
 from orchestrator.config.schema import Config
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.mesh_trainer import MeshTrainer
+from orchestrator.strategies.parts.stages import Stages
 
 LAYERS, WIDTH = 12, 512
 SHARES = (2, 4)
@@ -144,7 +145,8 @@ def observe(job: GPT, overrides: Sequence[str], *, batch: int) -> list[WorkerMem
 def measure(strategy: Strategy, config: Config) -> WorkerMemory:
     """Run the steps on one worker and measure its memory; a function for :func:`forked.train`."""
     forked.time_steps(strategy, config)
-    live = strategy.timed_stages[0].live if isinstance(strategy, Pipeline) else 1
+    part = strategy.part if isinstance(strategy, MeshTrainer) else None
+    live = part.timed_stages[0].live if isinstance(part, Stages) else 1
     return WorkerMemory(peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, live=live)
 
 

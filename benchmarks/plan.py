@@ -23,7 +23,7 @@ from orchestrator.prediction.cost import step_time
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.prediction.forecast import Answer, Forecast
 from orchestrator.records.run_dir import RunDir
-from orchestrator.strategies.model_work import with_cpus
+from orchestrator.strategies.checks.model_work import with_cpus
 
 WORKLOAD = Workload(
     job="jobs.gpt.GPT",

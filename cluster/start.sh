@@ -34,7 +34,13 @@ case " $* " in
 esac
 
 if [ -z "$head" ]; then
-    exec ray start --head --disable-usage-stats "$@"
+    case " $* " in *" --block "*) exec ray start --head --disable-usage-stats "$@" ;; esac
+    ray start --head --disable-usage-stats "$@"
+    if [ "$RAY_AUTH_MODE" = token ]; then
+        echo
+        echo "Ray's own commands, such as \`ray job submit\`, present the token only after: export RAY_AUTH_MODE=token"
+    fi
+    exit
 fi
 case $head in *:*) ;; *) head=$head:6379 ;; esac
 exec ray start --address="$head" --disable-usage-stats "$@"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from jobs.chats import assistant_tokens, chat_parts
 from jobs.rows import Rows
 from jobs.tokens import IGNORED, Source
 
@@ -71,6 +72,8 @@ def _example(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 SEGMENTS = "token_type_ids"
 """The key under which an example has the number of the text that each token is of."""
+POSITIONS = "position_ids"
+"""The key under which packed examples have the place of each token in its own example."""
 
 
 class Padded:
@@ -80,7 +83,7 @@ class Padded:
     """
 
     def __init__(self, *, token: int, length: int | None, before: bool = False):
-        self.values = {"input_ids": token, "attention_mask": 0, SEGMENTS: 0, "labels": IGNORED}
+        self.values = {"input_ids": token, "attention_mask": 0, SEGMENTS: 0, POSITIONS: 0, "labels": IGNORED}
         self.length, self.before = length, before
 
     def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -97,42 +100,6 @@ class Padded:
         for tensor in tensors:
             missing = length - tensor.shape[-1]
             yield torch.nn.functional.pad(tensor, (missing, 0) if self.before else (0, missing), value=value)
-
-
-def chat_parts(tokenizer: Any, example: Mapping[str, Any]) -> tuple[str, str]:
-    """Return ``messages`` as the chat template writes them: all up to the answer, which is the last one, and that.
-
-    Raises:
-        ValueError: the last message is no answer.
-    """
-    messages = [{key: value for key, value in m.items() if value is not None} for m in example["messages"]]
-    if not messages or messages[-1]["role"] in ("system", "developer", "user", "tool"):
-        role = repr(messages[-1]["role"]) if messages else "missing"
-        raise ValueError(f"the last message is the answer to learn, and its role is {role}; end with the assistant's")
-
-    def written(last: Any, **options: Any) -> str:
-        chat = [*messages[:-1], *([] if last is None else [{**messages[-1], **last}])]
-        text: str = tokenizer.apply_chat_template(chat, tools=example.get("tools"), tokenize=False, **options)
-        return text
-
-    whole, prompt = written({}), written(None, add_generation_prompt=True)
-    if whole.startswith(prompt):
-        return prompt, whole[len(prompt) :]
-    # Some templates open a chain of thoughts in a prompt, or leave out earlier ones. The answer then begins where
-    # conversations with other answers begin to differ.
-    as_parts = isinstance(messages[-1].get("content"), list)
-    others = [written({"content": [{"type": "text", "text": text}] if as_parts else text}) for text in ("0", "1")]
-    start = min(len(os.path.commonprefix([whole, other])) for other in others)  # noqa: RUF071 - of texts
-    return whole[:start], whole[start:]
-
-
-def leaves_out_text(tokenizer: Any, example: Mapping[str, Any]) -> bool:
-    """Return whether the chat template leaves out the text of one of the ``messages``, if the example has any."""
-    if "messages" not in example:
-        return False
-    written = "".join(chat_parts(tokenizer, example))
-    texts = [message.get("content") for message in example["messages"]]
-    return not all(text.strip() in written for text in texts if isinstance(text, str))
 
 
 def answered(example: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -163,6 +130,7 @@ class Encoder:
     block_size: int
     num_labels: int
     mlm_probability: float
+    assistant_only_loss: bool = False
 
     def __call__(self, example: Mapping[str, Any]) -> dict[str, Tensor]:
         if self.task == "dpo":
@@ -173,8 +141,9 @@ class Encoder:
     def _encoded(self, example: Mapping[str, Any]) -> dict[str, Tensor]:
         size = self.block_size
         if self.task in ("causal", "dpo"):
-            tokens, first = self._tokens_and_answer(example)
-            return _example(torch.tensor(tokens[:size]), torch.tensor(([IGNORED] * first + tokens[first:])[:size]))
+            tokens, learned = self._tokens_and_learned(example)
+            labels = [token if counts else IGNORED for token, counts in zip(tokens, learned, strict=True)]
+            return _example(torch.tensor(tokens[:size]), torch.tensor(labels[:size]))
         cut = {"truncation": True, "max_length": size}  # keeps what a tokenizer writes at the end, such as [SEP]
         if self.task == "seq2seq":
             tokens = self.tokenizer(example["prompt"], **cut)["input_ids"]
@@ -195,6 +164,13 @@ class Encoder:
         if not 0 <= label < self.num_labels:
             raise ValueError(f"label {label} is not in 0 to {self.num_labels - 1}; set job.num_labels")
         return label
+
+    def _tokens_and_learned(self, example: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        """Return the tokens of an example, and which of them are learned."""
+        if self.assistant_only_loss and "messages" in example and self.tokenizer.chat_template:
+            return assistant_tokens(self.tokenizer, example)
+        tokens, first = self._tokens_and_answer(example)
+        return tokens, [place >= first for place in range(len(tokens))]
 
     def _tokens_and_answer(self, example: Mapping[str, Any]) -> tuple[list[int], int]:
         """Return the tokens of an example, and the number of the first one that is learned."""

@@ -38,6 +38,7 @@ from jobs.hugging_face import (
     quiet,
     with_adapters,
 )
+from jobs.packing import packed
 from jobs.predictions import Predictions
 from jobs.preferences import LogRatios, preference_loss, reward_sums
 from jobs.rows import damaged, open_rows
@@ -60,12 +61,15 @@ class HuggingFace(Job):
         train_file: ``.jsonl``, ``.parquet``, a directory of ``datasets.save_to_disk``, a text with an example in each
             line, or tokens of ``orchestrator tokenize``, which fill each ``block_size``. A ``causal`` example has a
             ``text``; or a ``prompt`` and a ``completion``, and only the completion is learned; or ``messages`` for the
-            chat template, and only the last one is learned. ``seq2seq`` needs ``prompt`` and ``completion``, ``masked``
-            a ``text``, ``classification`` a ``text``, or also a ``text_pair``, and a ``label`` from 0. ``dpo`` needs a
-            ``prompt``, and answers ``chosen`` and ``rejected``; or lists of messages, of which the answers may begin
-            with the prompt.
+            chat template, and only the last one is learned, which has to be an answer. ``seq2seq`` needs ``prompt`` and
+            ``completion``, ``masked`` a ``text``, ``classification`` a ``text``, or also a ``text_pair``, and a
+            ``label`` from 0. ``dpo`` needs a ``prompt``, and answers ``chosen`` and ``rejected``; or lists of messages,
+            of which the answers may begin with the prompt.
         validation_file: the held-out examples; None to hold out the last ``validation_split_percentage`` of the others.
         damaged: ``refuse`` names a damaged example and ends; ``skip`` leaves it out.
+        assistant_only_loss: whether all answers of ``messages`` are learned, and not only the last one; where they are
+            is what the ``{% generation %}`` markers of the chat template say, if it has any.
+        packing: whether a sample has several examples, as many as ``block_size`` has room for; none sees another.
         block_size: the tokens to which an example is cut, and padded, because pipelines need it.
         pad_to_max_length: False to pad only to the longest example of the batch.
         beta: how strongly ``dpo`` holds on to the reference, which is the model before the training.
@@ -92,6 +96,8 @@ class HuggingFace(Job):
     pad_to_max_length: bool = True
     num_labels: int = 2
     mlm_probability: float = 0.15
+    assistant_only_loss: bool = False
+    packing: bool = False
     beta: float = 0.1
     peft: str | None = None
     peft_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -130,6 +136,11 @@ class HuggingFace(Job):
         return {"train_file": paths[0], "validation_file": paths[0]}
 
     def dataset(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
+        examples = self.split_examples(split)
+        return packed(examples, self.block_size) if self.packing and examples is not None else examples
+
+    def split_examples(self, split: Split) -> Dataset[dict[str, Tensor]] | None:
+        """Return the examples of a split, one by one."""
         train = self.examples("train_file")
         if self.validation_file is not None:
             return train if split == "train" else self.examples("validation_file")
@@ -185,11 +196,15 @@ class HuggingFace(Job):
     def predictions(
         self, model: nn.Module, split: Split, part: int, parts: int
     ) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        examples: Any = self.dataset(split)
+        examples: Any = self.split_examples(split)
         for i in range(part, min(len(examples), self.max_predict_samples), parts):
             prompt, answer = self._answer(model, examples[i])
             labels = examples[i]["labels"]
-            yield answer[None], {"labels": (labels[len(prompt) :] if self.task == "causal" else labels)[None]}
+            if self.task == "causal":
+                labels = labels[len(prompt) :]
+                ends = int((labels == IGNORED).int().argmax()) or None  # where several answers are learned
+                labels = labels[:ends]
+            yield answer[None], {"labels": labels[None]}
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -223,7 +238,7 @@ class HuggingFace(Job):
         return self.task in ("causal", "seq2seq", "dpo") and self.max_new_tokens > 0
 
     def sample(self, model: nn.Module, generator: torch.Generator) -> str | None:
-        val: Any = self.dataset("val") if self.draws_samples else None
+        val: Any = self.split_examples("val") if self.draws_samples else None
         if val is None:
             return None
         tokenizer, texts = self.tokenizer(), []
@@ -306,6 +321,7 @@ class HuggingFace(Job):
             block_size=self.block_size,
             num_labels=self.num_labels,
             mlm_probability=self.mlm_probability,
+            assistant_only_loss=self.assistant_only_loss,
         )
 
     def examples(self, name: str) -> Examples | Blocks:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from jobs.examples import Blocks, Examples, leaves_out_text
+from jobs.chats import leaves_out_text
+from jobs.examples import Blocks, Examples
 from jobs.hugging_face import (
     AUTO_CLASSES,
     FIELDS,
@@ -26,6 +27,7 @@ from jobs.hugging_face import (
     unmatched,
     with_adapters,
 )
+from jobs.packing import refusal
 from jobs.predictions import function_named
 from jobs.rows import damaged
 from jobs.tokens import IGNORED, Source
@@ -68,6 +70,7 @@ def check_hugging_face(job: HuggingFace) -> None:
         raise ValueError(f"job.beta={job.beta:g}: must be greater than 0, and finite")
     _check_metrics(job)
     _check_rates(job)
+    _check_chats(job)
     _check_model(job)
     for name in ("train_file", "validation_file"):
         if getattr(job, name) is not None:
@@ -91,6 +94,19 @@ def _check_metrics(job: HuggingFace) -> None:
         raise ValueError(
             f"job.predict_with_generate=true: job.task={job.task} with job.max_new_tokens={job.max_new_tokens} "
             "generates nothing; use causal or seq2seq, and a number above 0"
+        )
+
+
+def _check_chats(job: HuggingFace) -> None:
+    for name in ("assistant_only_loss", "packing"):
+        if getattr(job, name) and job.task != "causal":
+            raise ValueError(f"job.{name}=true: only for job.task=causal, not {job.task}; set it to false")
+    if job.packing and job.fills_blocks("train_file"):
+        raise ValueError("job.packing=true: tokens of job.train_file fill each job.block_size already; set it to false")
+    if job.packing and job.peft is not None and job.peft_config().is_prompt_learning:
+        raise ValueError(
+            f"job.packing=true: job.peft={job.peft} puts tokens before a sample, and not before each of its examples; "
+            "set it to false"
         )
 
 
@@ -150,6 +166,8 @@ def _check_model(job: HuggingFace) -> None:
         )
     if job.peft is not None:
         _check_peft(job, model)
+    if job.packing and (found := refusal(config, sum(p.numel() for p in model.parameters()))) is not None:
+        raise ValueError(f"job.packing=true: {config.model_type}: {found}; set it to false")
 
 
 def _without_memory(job: HuggingFace, config: Any) -> nn.Module:

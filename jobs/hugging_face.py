@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from jobs.examples import SEGMENTS
+from jobs.examples import POSITIONS, SEGMENTS
 
 Task = Literal["causal", "masked", "seq2seq", "classification", "dpo"]
 AUTO_CLASSES: Mapping[Task, str] = {
@@ -172,7 +172,9 @@ class Logits(nn.Module):
         self.takes_segments = SEGMENTS in inspect.signature(plain.forward).parameters
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        # With positions alone, models find where a packed example begins, which a mask of padding would hide.
+        names = ("input_ids", POSITIONS if POSITIONS in batch else "attention_mask")
+        inputs: dict[str, Any] = {name: batch[name] for name in names}
         if SEGMENTS in batch and self.takes_segments:
             inputs[SEGMENTS] = batch[SEGMENTS]
         if self.task == "seq2seq":

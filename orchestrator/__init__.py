@@ -86,6 +86,8 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
         SystemExit: the same for a second SIGTERM.
     """
     from orchestrator.config.arguments import read_arguments
+    from orchestrator.config.overrides import last_of_each
+    from orchestrator.display.plain_text import say_note
     from orchestrator.display.terminal import lasting_output
     from orchestrator.driver.process.host_process import only_run, quiet_imports, unchanged
 
@@ -96,7 +98,7 @@ def run(*arguments: Argument, **settings: Any) -> RunResult | None:
             from orchestrator.driver.process.signals import StopSignals
             from orchestrator.driver.session import run_all
         with lasting_output(), exits_refused(hard=True):
-            checked_runs = check_all([read.overrides], job=read.job)
+            checked_runs = check_all([last_of_each(read.overrides, say_note)], job=read.job)
             with StopSignals() as stop:
                 return next(iter(run_all(checked_runs, stop)), None)
 

@@ -26,29 +26,35 @@ class Verb:
 
     Attributes:
         summary: its line in ``orchestrator --help``.
+        words: what follows it: the name of a ``run``, ``keys`` as of a launch, or something else (None).
     """
 
     module: str
     summary: str
+    words: str | None = None
 
 
 VERBS: Mapping[str, Verb] = {
-    "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`"),
+    "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`", "keys"),
+    "new": Verb("orchestrator.new", "begin a project: a job, its configuration, its test and a README"),
     "torchrun": Verb("orchestrator.torchrun", "run a script of your own, with torchrun's options, as strategy=script"),
-    "plan": Verb("orchestrator.plan", "predict layouts, speed and cost of a job on a cluster that is not here"),
-    "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it"),
-    "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host"),
+    "plan": Verb("orchestrator.plan", "predict layouts, speed and cost of a job on a cluster that is not here", "keys"),
+    "batch-size": Verb(
+        "orchestrator.batch_size", "find the largest batch that fits, by doubling it in real runs", "keys"
+    ),
+    "submit": Verb("orchestrator.submit", "send a launch to a Ray cluster as a job, and follow it", "keys"),
+    "stop": Verb("orchestrator.stop", "stop a run, whose driver may be on another host", "run"),
     "queue": Verb("orchestrator.queue", "list the runs that share a cluster, cancel them, or change their priority"),
-    "logs": Verb("orchestrator.logs", "show what the ranks of a run have written"),
+    "logs": Verb("orchestrator.logs", "show what the ranks of a run have written", "run"),
     "runs": Verb("orchestrator.runs", "list the newest runs, here or on a cluster: state, speed, loss, age"),
-    "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow"),
-    "evaluate": Verb("orchestrator.evaluate", "evaluate a checkpoint of a run, without training"),
-    "export": Verb("orchestrator.export", "write the model of a run as files for other programs"),
+    "show": Verb("orchestrator.show", "tell what a run was, how it went, and what may follow", "run"),
+    "evaluate": Verb("orchestrator.evaluate", "evaluate a checkpoint of a run, without training", "run"),
+    "export": Verb("orchestrator.export", "write the model of a run as files for other programs", "run"),
     "tokenize": Verb("orchestrator.tokenize", "make a file of tokens from texts, for job=gpt"),
     "doctor": Verb("orchestrator.doctor", "check this machine and its cluster, with a remedy for each fault"),
     "schema": Verb("orchestrator.schema", "print the JSON Schema of configuration files, for an editor"),
-    "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page"),
-    "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow"),
+    "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page", "run"),
+    "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow", "run"),
 }
 DEFAULT_VERB = "launch"
 
@@ -101,7 +107,7 @@ def _may_be_verb(word: str) -> bool:
 
 
 def _complete(words: Sequence[str]) -> int:
-    """Answer a shell that completes the command line in ``COMP_LINE``: verbs as the first word, then Hydra's keys."""
+    """Answer a shell that completes the command line in ``COMP_LINE``: verbs as the first word, then what follows."""
     line = os.environ["COMP_LINE"]
     program, *typed = line.split() or [""]
     complete_words, prefix = (typed, "") if line.endswith(" ") or not typed else (typed[:-1], typed[-1])
@@ -109,12 +115,17 @@ def _complete(words: Sequence[str]) -> int:
         answer = io.StringIO()
         with contextlib.redirect_stdout(answer):
             code = int(_module(DEFAULT_VERB).main(words))
-        offers = sorted({*answer.getvalue().split(), *(verb for verb in VERBS if verb.startswith(prefix))})
-        print(("\n" if "query=fish" in words else " ").join(offers))
+        print("\n".join(sorted({*answer.getvalue().split(), *(verb for verb in VERBS if verb.startswith(prefix))})))
         return code
     if _may_be_verb(complete_words[0]):
-        if complete_words[0] != DEFAULT_VERB:
-            return 0  # the shell then completes file names
+        verb, *arguments = complete_words
+        follows = VERBS[verb].words if verb in VERBS else None
+        if follows == "run":
+            from orchestrator.completion import of_run
+
+            print("\n".join(sorted(of_run(arguments, prefix))))
+        if follows != "keys":
+            return 0  # without an answer, the shell completes file names
         os.environ["COMP_LINE"] = " ".join([program, *line.split(maxsplit=2)[2:]])
     return int(_module(DEFAULT_VERB).main(words))
 

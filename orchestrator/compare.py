@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs",
         nargs="*",
-        help="run directories, their URLs, <date>/<time>-<name> or <time>-<name> (default: the newest runs)",
+        help="names of runs, run directories, their URLs, <date>/<time>-<name> or <time>-<name> (default: the newest "
+        "runs)",
     )
     parser.add_argument("--last", type=positive, default=5, metavar="N", help="number of newest runs (default: 5)")
     parser.add_argument("--sweep", metavar="ID", help="the runs of a sweep, by the beginning of its id; or `last`")

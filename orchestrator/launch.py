@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import gc
 import os
 import sys
@@ -125,15 +124,16 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
         from orchestrator.driver.submit.restarts import launch_with_restarts
 
         return launch_with_restarts(words, _number_of_restarts(options), redactor)
-    from orchestrator.config.compose import refuse_wrong_keys
-    from orchestrator.config.overrides import values
-    from orchestrator.strategies import registry
+    from orchestrator.config.overrides import last_of_each, values
+    from orchestrator.display.plain_text import say_note
+    from orchestrator.driver.preflight.early_checks import refuse_early
 
+    words = last_of_each(words, say_note)
     preset, runs = _runs(words, sweep=options.multirun)
     if runs is None:
         return _search(words, preset, redactor)
     if {**preset, **values(words)}.get("sweep.unfit") != "skip":
-        refuse_wrong_keys(runs, redactor, registry.config_class)
+        refuse_early(runs, redactor, starts_here=True)
     if len(runs) > 1:
         return _sweep(words, runs, redactor)
     from orchestrator.driver.process.early_start import early_start
@@ -217,14 +217,24 @@ def _number_of_restarts(options: argparse.Namespace) -> int:
 
 
 def _complete() -> None:
-    from orchestrator.config.compose import shell_completion
-
+    """Answer a shell that completes the command line in ``COMP_LINE``, or print what installs the completion in it."""
     if sys.argv[0].endswith(".py"):
         raise ConfigError(["--shell-completion: works only for the `orchestrator` command; install it with pip"])
-    words: list[str] = []
-    with contextlib.suppress(ConfigError):  # a line that is not complete
-        words = _read_options(os.environ.get("COMP_LINE", "").split()[1:]).words
-    shell_completion(words)
+    line = os.environ.get("COMP_LINE")
+    if line is None:
+        from orchestrator.config.compose import shell_completion
+
+        shell_completion([])
+        return
+    from orchestrator.completion import of_launch
+
+    _, *typed = line.split() or [""]
+    prefix = "" if line.endswith(" ") or not typed else typed.pop()
+    try:
+        words = _read_options(typed).words
+    except ConfigError:  # options of other verbs, or a line that is not complete
+        words = [word for word in typed if "=" in word and not word.startswith("-")]
+    print("\n".join(sorted(of_launch(words, prefix))))
 
 
 if __name__ == "__main__":

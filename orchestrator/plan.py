@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import refuse_wrong_keys
 from orchestrator.config.files import there
+from orchestrator.config.overrides import last_of_each
 from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.display.plain_text import refuse, writable
+from orchestrator.display.plain_text import refuse, say_note, writable
+from orchestrator.driver.preflight.early_checks import refuse_early
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
-from orchestrator.strategies import registry
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import (
     BAD_INPUT,
@@ -102,8 +102,9 @@ def _picture(text: str) -> Path:
 
 def _published(options: argparse.Namespace) -> int:
     from orchestrator.display.forecasts import published_json, published_table
+    from orchestrator.prediction.calibration import compare
     from orchestrator.prediction.devices import read_tables
-    from orchestrator.prediction.published import compare, read_rows
+    from orchestrator.prediction.published import read_rows
 
     compared = compare(read_rows(options.published), read_tables(options.devices))
     print(
@@ -129,12 +130,12 @@ def _plan(options: argparse.Namespace, redactor: Redactor) -> int:
     tables = read_tables(options.devices)
     # Imported here because --help and a wrong name must not wait seconds for torch.
     if options.cluster.endswith(f"x{CPU}"):
-        from orchestrator.strategies.model_work import with_cpus
+        from orchestrator.strategies.checks.model_work import with_cpus
 
         tables = with_cpus(tables)
     cluster = parse_cluster(options.cluster, tables, link=options.link)
-    words = [*file_words(options), *options.words]
-    refuse_wrong_keys([words], redactor, registry.config_class)
+    words = last_of_each([*file_words(options), *options.words], say_note)
+    refuse_early([words], redactor, starts_here=False)
     from orchestrator.display.forecasts import as_json, draw, text
     from orchestrator.driver.forecasts import answer
 

@@ -44,11 +44,26 @@ def _stop(options: argparse.Namespace, search: RunSearch) -> int:
     if options.address and options.run == NEWEST:
         return refuse("stop", "the newest run on a cluster may be another person's; name it, as `runs` does")
     try:
-        return _stop_by_file(search.look_up(options.run), options.wait)
+        return _stop_by_file(_meant(options.run, search), options.wait)
     except (NoSuchRunError, PermissionError) as e:
         if not options.address:
             raise
         return _stop_by_queue(options, e)
+
+
+def _meant(text: str, search: RunSearch) -> RunDir:
+    """Return the run to stop: of several of one name, the one that is running.
+
+    Raises:
+        NoSuchRunError: there is no such run.
+        ValueError: several are running.
+    """
+    named = () if text == NEWEST else search.named(text)
+    running = [run_dir for run_dir in named if run_dir.driver_if_running() is not None]
+    if len(running) > 1:
+        listed = ", ".join(run_dir.location for run_dir in running)
+        raise ValueError(f"{text}: several runs of this name are running; give the directory of one: {listed}")
+    return running[0] if running else search.look_up(text)
 
 
 def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:

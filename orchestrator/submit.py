@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import refuse_wrong_keys
-from orchestrator.config.overrides import masked
+from orchestrator.config.overrides import last_of_each, masked
 from orchestrator.config.redact import Redactor, masked_output
 from orchestrator.display.marked_output import JobLog
+from orchestrator.display.plain_text import say_note
 from orchestrator.display.terminal import closing_interrupts
+from orchestrator.driver.preflight.early_checks import refuse_early
 from orchestrator.launch import RESTARTS_OPTION
-from orchestrator.strategies import registry
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, CONNECTION_LOST, INTERRUPTED, add_files, file_words
 
@@ -77,8 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
+    options.overrides = last_of_each(options.overrides, say_note)
     if not options.multirun and options.working_dir.resolve() == Path.cwd():
-        refuse_wrong_keys([options.overrides], redactor, registry.config_class)
+        refuse_early([options.overrides], redactor, starts_here=False)
     # Imported here because errors in keys must not wait seconds for torch and Ray.
     from orchestrator.driver.preflight.run_config import URI_VARIABLE, tracking_variables
     from orchestrator.driver.preflight.submitted import checked, visible_secrets
@@ -133,7 +134,7 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
     print(f"submitted {submission.id} to {server.address}")
     shown = [masked(word, redactor) for word in options.overrides]
     words = ["-m", *shown] if options.multirun else shown
-    for purpose, command in _next_commands(server, submission.id, origin, words):
+    for purpose, command in _next_commands(server, submission.id, origin, words, is_sweep=options.multirun):
         print(f"  {purpose:<8} {command}", flush=True)
     return 0 if options.no_wait else _follow(server, submission.id)
 
@@ -145,13 +146,16 @@ def _launch_options(options: argparse.Namespace) -> list[str]:
 
 
 def _next_commands(
-    server: JobServer, submission_id: str, origin: Origin, words: Sequence[str]
+    server: JobServer, submission_id: str, origin: Origin, words: Sequence[str], *, is_sweep: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield what the user may type next, and what for."""
     yield "follow", server.command_to_follow(submission_id)
     yield "stop", server.command_to_stop(submission_id)
     yield "resume", shlex.join(origin.relaunch(resuming(words)))
-    yield "logs", f"{origin.verb('logs', 'RUN', '--follow')}  (RUN: the run directory that the job prints)"
+    if is_sweep:
+        yield "logs", f"{origin.verb('logs', 'RUN', '--follow')}  (RUN: a run directory that the job prints)"
+    else:
+        yield "logs", origin.verb("logs", submission_id, "--follow")
     yield "queue", origin.verb("queue", "list")
 
 

@@ -16,8 +16,9 @@ from orchestrator.config.redact import redact_text
 from orchestrator.display.plain_text import refuse
 from orchestrator.display.terminal import still_working
 from orchestrator.records.journal import Ending
-from orchestrator.records.output_dir import fetch, find_run, push_records
+from orchestrator.records.output_dir import fetch, push_records
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import StorageError
 from orchestrator.tracking.exports import missing_exports, upload_exports
 from orchestrator.tracking.mlflow import MlflowBackend
@@ -43,19 +44,16 @@ Exit codes: 0 everything is uploaded; 1 the server cannot be reached, or the mod
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     parser = argparse.ArgumentParser(prog="orchestrator sync", description=_DESCRIPTION, epilog=_EXIT_CODES)
-    parser.add_argument("run_dir", help="a run directory, such as outputs/<date>/<time>-<name>, or its URL")
+    parser.add_argument("run", help="the name of a run, its directory, its URL, or `last`")
     parser.add_argument("--uri", help="MLflow tracking URI (default: the tracking.uri of the run)")
     args = parser.parse_args(argv)
 
     try:
-        run_dir = find_run(args.run_dir)
-        if run_dir is not None:
-            fetch(run_dir)
-        record = {} if run_dir is None else run_dir.read_record()
+        run_dir = RunSearch.of(None).look_up(args.run)
+        fetch(run_dir)
+        record = run_dir.read_record()
     except (OSError, ValueError) as e:
         return refuse("sync", e)
-    if run_dir is None or not record:
-        return refuse("sync", f"{args.run_dir}: not a run directory (it has no run.json)")
     tracking = record.get("tracking") or {}
     uri = args.uri or tracking.get("uri")
     if uri is None:
@@ -107,7 +105,7 @@ def _upload(transfer: Transfer, run_dir: RunDir, *, given_uri: str | None, drive
     except Exception:  # of any type: MLflow, database drivers, HTTP; the cursor has the text
         missing = count_points(run_dir, offset=transfer.cursor.offset)
         uri = ["--uri", redact_uri(given_uri)] if given_uri else []
-        again = shlex.join(["python", "-m", "orchestrator.sync", run_dir.location, *uri])
+        again = shlex.join(["orchestrator", "sync", run_dir.location, *uri])
         print(f"{server}: {transfer.cursor.error}", file=sys.stderr)
         print(f"{missing} points are not uploaded, and none is lost; try again with: {again}", file=sys.stderr)
         return 1

@@ -26,6 +26,8 @@ _MEANINGLESS = (
 """Options of torchrun that are accepted, because Ray places the ranks and each rank has a log of its own."""
 _FLAGS = ("--standalone", "--run-path")
 _SHORT = {"--redirects": "-r", "--tee": "-t"}
+_NEEDS_NO_QUOTES = re.compile(r"-[\w./:@%+-]+( [\w./:@%+-]+)*", re.ASCII)
+"""Arguments that an override may have as they are."""
 _OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=")
 
 
@@ -68,6 +70,7 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     several_nodes = int(options.nnodes.partition(":")[0]) > 1
     kind = "module" if options.module else "program" if options.no_python else "file"
     script, *args = rest
+    joined = shlex.join(args)
     meant = {
         "strategy": "script",
         "cluster": "auto" if several_nodes else None,  # all of these ranks on one machine may exhaust its memory
@@ -75,7 +78,7 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         "recovery.max_failures": options.max_restarts,
         "job.kind": kind,
         "job.script": quote_text(script),
-        "job.args": quote_text(shlex.join(args)) if args else None,
+        "job.args": (joined if re.fullmatch(_NEEDS_NO_QUOTES, joined) else quote_text(joined)) if args else None,
     }
     given = {override.partition("=")[0] for override in overrides}
     words = [f"{key}={value}" for key, value in meant.items() if value is not None and key not in given]

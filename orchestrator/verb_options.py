@@ -27,8 +27,8 @@ def add_run(parser: argparse.ArgumentParser, *, default: str | None = None) -> N
         "run",
         nargs=None if default is None else "?",
         default=default,
-        help="a run directory, its URL, <date>/<time>-<name>, <time>-<name>, or `last`"
-        + ("" if default is None else f" (default: {default})"),
+        help="the name of a run (the newest of this name), the directory of one, its URL, <date>/<time>-<name>, "
+        "<time>-<name>, the id of its submitted job, or `last`" + ("" if default is None else f" (default: {default})"),
     )
     add_run_search(parser)
 

@@ -237,8 +237,11 @@ def read_yaml(path: Path, keep: KeepText) -> DictConfig:
             data = loader(file).get_single_data()
         config = OmegaConf.create({} if data is None else data if isinstance(data, (dict, list)) else [data])
     except yaml.MarkedYAMLError as e:
-        line = "" if e.problem_mark is None else f", line {e.problem_mark.line + 1}"
-        raise HydraException(f"{path}{line}: not YAML ({e.problem})") from e
+        is_open = e.problem == "found unexpected end of stream"  # a quote, say, which begins where the context does
+        mark = e.context_mark if is_open and e.context_mark is not None else e.problem_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        problem = f"{e.context}, {e.problem}" if is_open else e.problem
+        raise HydraException(f"{path}{line}: not YAML ({problem})") from e
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as e:
         reason = getattr(e, "strerror", None) or " ".join(str(e).split())
         raise HydraException(f"{path}: cannot be read ({reason})") from e

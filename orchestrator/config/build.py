@@ -134,6 +134,9 @@ def type_hints(cls: type[Any], path: str) -> Mapping[str, Any]:
 
 def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path: str) -> str:
     """Suggest the closest key of this section, or the same key in a subsection: ``train.steps`` for ``steps``."""
+    if "." in name:  # of a file; the command line has no such keys
+        section, _, key = name.partition(".")
+        return f"in a file, write `{section}: {{{key}: ...}}`"
     below = [_join(path, f"{section}.{name}") for section in fields if name in _names(data.get(section))]
     if below:
         return f"did you mean {' or '.join(below)}?"

@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -31,11 +31,11 @@ from orchestrator.config.files import (
     conf_dir,
     file_errors,
 )
-from orchestrator.config.job_source import unknown_fields
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
-from orchestrator.config.redact import MASK, Redactor, stands_for_secret
+from orchestrator.config.places import places_of_choice, with_places
+from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
-from orchestrator.config.text import first_few, format_override, path_override, to_cli
+from orchestrator.config.text import did_you_mean, first_few, format_override, path_override, to_cli
 from orchestrator.config.typed import Typed, mark, merged, plain, unmark
 
 OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
@@ -80,24 +80,10 @@ def compose(
     return _config(data, unknown, errors, strategy_config)
 
 
-def refuse_wrong_keys(runs: Iterable[Sequence[str]], redactor: Redactor, strategy_config: StrategyConfigs) -> None:
-    """Compose the configuration of each run alone, which takes a fraction of a second, before torch is imported.
-
-    Args:
-        runs: the words of each run.
-        redactor: learns the secrets among them, and masks them in errors.
-        strategy_config: see :data:`StrategyConfigs`.
-
-    Raises:
-        ConfigError: keys or values are wrong.
-    """
-    errors: list[str] = []
-    for words in runs:
-        redactor.learn(values(words))
-        _, job = compose(words, errors, strategy_config)
-        errors += [] if job is None else unknown_fields(job)
-    if errors:
-        raise ConfigError(map(redactor.text, errors))
+def placed(words: Sequence[str], errors: Sequence[str]) -> list[str]:
+    """Return the ``errors`` of a configuration, with the file and the line of keys that a file of the user sets."""
+    own = Files.of(words).own
+    return with_places(errors, own_files(words), own, values(words)) if errors and own is not None else list(errors)
 
 
 def _choose_length(data: dict[str, Any], given: Mapping[str, Any], errors: list[str]) -> None:
@@ -162,7 +148,7 @@ def print_info(words: Sequence[str], topics: Sequence[str]) -> None:
 
 SCRIPT_DEFAULTS = {"job": "script", "recovery.max_failures": "0"}
 """What ``strategy=script`` sets, unless it is given: the job that holds the script, and that it is not restarted."""
-_OF_THE_LOOP = ("train.", "data.", "checkpoint.", "callbacks", "recovery.peer_copy_every", "recovery.chaos")
+OF_THE_LOOP = ("train.", "data.", "checkpoint.", "callbacks", "recovery.peer_copy_every", "recovery.chaos")
 """The beginnings of keys of the training loop, which a script replaces."""
 
 
@@ -174,7 +160,7 @@ def _with_script_defaults(words: Sequence[str], errors: list[str]) -> list[str]:
         f"{key}={to_cli(value)}: strategy=script runs the script's own loop, which does not read it; leave it out, and "
         "give the script its options in job.args"
         for key, value in given.items()
-        if key.startswith(_OF_THE_LOOP)
+        if key.startswith(OF_THE_LOOP)
     )
     if "job._target_" in given:
         given["job"] = given["job._target_"]
@@ -208,7 +194,7 @@ def _compose(
                 OmegaConf.update(composed, override.key_or_group, mark(value_of(override)), merge=True, force_add=True)
         return read(composed)
     except (HydraException, OmegaConfBaseException) as e:
-        errors.append(_explain(e))
+        errors.append(_explain(e, files))
         rest = [o for o in overrides if o.key_or_group != getattr(e, "full_key", None)]
         return _compose(rest, files, errors, read) if len(rest) < len(overrides) else None
 
@@ -302,8 +288,12 @@ def _marked(text: str, value: Any) -> Any:
     return mark(Typed(text, value))
 
 
-def _explain(error: HydraException | OmegaConfBaseException) -> str:
+def _explain(error: HydraException | OmegaConfBaseException, files: Files) -> str:
     """Return the error in one line, which begins with the key if the error has one."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and files.own is not None:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        if place := places_of_choice(files.own, group, name):
+            return f"{place}: {group}={name}: unknown; {did_you_mean(name, files.choices(group))}"
     text = str(getattr(error, "msg", None) or error).partition("Config search path:")[0]
     lines = text.splitlines()
     key = getattr(error, "full_key", None)

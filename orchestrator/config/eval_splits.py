@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+TRAIN = "train"
 VAL = "val"
 """The validation set, the only split that a job may lack."""
 _OTHER_METRICS = (
@@ -57,7 +58,7 @@ def check_metric(metric: str, splits: Sequence[str]) -> None:
 
 def metric_prefix(split: str) -> str:
     """Return what the names of the metrics of a split begin with: ``val/``; ``train/`` belongs to training itself."""
-    return f"{'train_eval' if split == 'train' else split}/"
+    return f"{'train_eval' if split == TRAIN else split}/"
 
 
 def how_to_leave_out(split: str) -> str:

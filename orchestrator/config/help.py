@@ -48,7 +48,7 @@ Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelise
   python -m orchestrator.launch -m strategy=single,ddp       several runs, and their comparison
   python -m orchestrator.launch -m experiment=compare        every strategy that fits here
   python -m orchestrator.launch strategy=auto job=gpt        the fastest strategy for the job
-  ray job submit --working-dir . -- python -m orchestrator.launch strategy=ddp
+  orchestrator submit strategy=ddp                           as a job of a Ray cluster
 
 The command `orchestrator` is short for `python -m orchestrator.launch`.
 From Python: orchestrator.run(["strategy=ddp"])."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import build, with_key
+from orchestrator.config.job_source import missing_module
 from orchestrator.config.redact import MASK, Redactor, holds_secret, stands_for_secret
 from orchestrator.config.schema import JobSpec
 from orchestrator.config.text import did_you_mean, format_override
@@ -214,7 +215,7 @@ def imported_class(target: str, key: str, base: type, errors: list[str]) -> type
         if e.name is None or not (module_name + ".").startswith(e.name + "."):
             errors.append(f"{key}: importing {module_name} failed: {e}")
         else:
-            errors.append(f"{key}: no module {e.name}; install it or run from the directory that contains it")
+            errors.append(missing_module(key, e.name))
         return None
     except Exception as e:
         errors.append(f"{key}: importing {module_name} failed: {error_text(e)}")

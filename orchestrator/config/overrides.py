@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from orchestrator.config.typed import Typed, plain
 _UNKNOWN_KEY = "unknown key; write keys like train.steps, groups like strategy"
 _TEXTS = "cluster.env."
 """Keys whose values are always texts, also with a comma."""
+_KEY = re.compile(r"\+*([\w./-]+)=")
 _CLASS = re.compile(r"job=(\w+(?:\.\w+)+)")
 """A class of the user in place of the name of a job, which is short for ``job._target_``."""
 
@@ -77,6 +78,22 @@ def values(words: Iterable[str]) -> dict[str, Any]:
         else plain(override.value())
         for override in parse(words, [])
     }
+
+
+def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
+    """Return ``words`` without overrides of keys that later ones set again: the last one counts, as in Hydra.
+
+    ``say``: receives a note about each of these, with secrets masked.
+    """
+    last: dict[str, str] = {}
+    for word in words:
+        given = None if is_option(word) else _KEY.match(word)
+        key = word if given is None else given[1]
+        before = last.pop(key, word)
+        if before != word:
+            say(f"{masked(before, Redactor())}: given again as {masked(word, Redactor())}, which counts")
+        last[key] = word
+    return list(last.values())
 
 
 def choosing(words: Sequence[str], *keys: str) -> list[str]:
@@ -150,9 +167,9 @@ def _listed(value: Any) -> str:
 
 
 def select_valid(parsed: Sequence[Override], files: Files, errors: list[str]) -> list[Override]:
-    """Return the overrides that can be composed, each key once; append a line to ``errors`` for each of the others."""
+    """Return the overrides that can be composed, of each key the last; append a line to ``errors`` for the others."""
     valid: dict[str, Override] = {}
-    for override in parsed:
+    for override in {override.key_or_group: override for override in parsed}.values():
         key = override.key_or_group
         if re.match(r"hydra\b", key):
             errors.append(instead_of(key))
@@ -168,8 +185,6 @@ def select_valid(parsed: Sequence[Override], files: Files, errors: list[str]) ->
             errors.append(error)
         elif stands_for_secret(str(override.input_line)):
             errors.append(f"{_typed(override)}: {MASK} stands for a secret that a run did not store; give the secret")
-        elif key in valid:
-            errors.append(f"{key}: given twice, as {_typed(valid[key])} and {_typed(override)}; keep one")
         elif key == "strategy.name":
             errors.append(f"{_typed(override)}: cannot be set; choose the strategy with strategy=<name>")
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from orchestrator.config.build import option
-from orchestrator.config.eval_splits import check_metric, check_splits, metric_prefix
+from orchestrator.config.eval_splits import TRAIN, check_metric, check_splits, metric_prefix
 from orchestrator.config.operation import (
     ClusterConfig,
     DisplayConfig,
@@ -37,6 +37,13 @@ class TrainConfig:
     global_batch_size: int = option("samples per optimizer step, over all workers", minimum=1)
     grad_accumulation: int = option(
         "slices of each worker's share of the batch, processed one after another", minimum=1
+    )
+    limit_batches: int | None = option(
+        "global batches to train on: the first ones of the first epoch, in every epoch; null: the whole training set",
+        minimum=1,
+    )
+    limit_eval_batches: int | None = option(
+        "global batches to evaluate at most of each split, its first samples; null: the whole split", minimum=1
     )
     log_every: int = option("steps between logged points", minimum=1, epochs=True)
     eval_every: int = option(
@@ -80,9 +87,16 @@ class TrainConfig:
     ema_decay: float | None = option(
         "decay of an exponential moving average of the weights, which is evaluated too; null: none", above=0, below=1
     )
+    lr_range: tuple[float, float] | None = option(
+        "let all learning rates rise exponentially between these two over the steps of the run, in place of "
+        "job.scheduler, and suggest one; such a run saves no checkpoint; null: train"
+    )
     init: Literal["seeded", "fast"] = option(
         "initial values: seeded: those of one worker, for which each worker draws all random numbers; fast: workers of "
         "fsdp, hsdp and fsdp_pipeline draw only those of their shards, which depend on the number of workers"
+    )
+    detect_anomaly: bool = option(
+        "stop at a backward pass that returns NaN, and name the line of the forward pass that it belongs to; slow"
     )
     deterministic: bool = option("fail on operations without a deterministic implementation")
     check: Literal["auto", "always", "never"] = option(
@@ -96,6 +110,21 @@ class TrainConfig:
             raise ValueError(
                 f"train.clip_value={self.clip_value:g}: train.clip_norm={self.clip_norm:g} clips the same gradients; "
                 "set one of them to null"
+            )
+        if self.lr_range is not None and not 0 < self.lr_range[0] < self.lr_range[1]:
+            first, last = self.lr_range
+            raise ValueError(
+                f"train.lr_range=[{first:g},{last:g}]: expected two numbers above 0, the smaller one first"
+            )
+        if self.detect_anomaly and self.on_nonfinite == "skip":
+            raise ValueError(
+                "train.detect_anomaly=true: it ends the run at the NaN that train.on_nonfinite=skip leaves out; set "
+                "that to stop"
+            )
+        if self.detect_anomaly and self.precision == "fp16":
+            raise ValueError(
+                "train.detect_anomaly=true: train.precision=fp16 finds its loss scale by steps whose gradients may be "
+                "NaN; set it to bf16 or fp32"
             )
         if self.compile is not False and self.activation_checkpointing == "selective":
             raise ValueError(
@@ -114,8 +143,23 @@ class TrainConfig:
             eval_every=0,
             eval_splits=(),
             stop_after=None,
+            lr_range=None,
             stop_min_delta=0,
         )
+
+    @property
+    def limit_samples(self) -> int | None:
+        """The number of samples in ``limit_batches``; None for the whole training set."""
+        return None if self.limit_batches is None else self.limit_batches * self.global_batch_size
+
+    def limit_eval_samples(self, split: str) -> int | None:
+        """Return how many samples of a split are evaluated at most; None for all. Of the training set, no others."""
+        limit = self.limit_eval_batches
+        limits = [
+            None if limit is None else limit * self.global_batch_size,
+            self.limit_samples if split == TRAIN else None,
+        ]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def compiles_blocks(self) -> bool:
@@ -304,6 +348,11 @@ class Config:
                 f"before it is found; set it above {longest_s:g}, {LONGEST_HANG_FACTOR} times "
                 f"recovery.hang_max_s={self.recovery.hang_max_s:g}, or lower that"
             )
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run leaves a model: it does not only evaluate one, or look for a learning rate."""
+        return self.evaluate is None and self.train.lr_range is None
 
     @property
     def job_name(self) -> str:

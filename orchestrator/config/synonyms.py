@@ -69,7 +69,13 @@ NAMES = {
     "output_dir": (
         "default_root_dir log_dir logging_dir save_dir out_dir project_dir output storage_path checkpoint_dir"
     ),
-    "plan=true, or experiment=quick": "fast_dev_run dry_run dryrun debug_overfit",
+    "plan=true, or experiment=quick": "fast_dev_run dry_run dryrun",
+    "experiment=overfit": "overfit_batches debug_overfit overfit overfit_batch",
+    "train.limit_batches": "limit_train_batches max_train_batches max_train_samples",
+    "train.limit_eval_batches": "limit_val_batches limit_test_batches max_eval_batches max_eval_samples",
+    "train.detect_anomaly": "anomaly_detection set_detect_anomaly",
+    "experiment=rate_finder": "lr_find auto_lr_find lr_finder rate_finder",
+    "train.global_batch_size, which `orchestrator batch-size` finds": "auto_scale_batch_size scale_batch_size",
     "profile": "profiler enable_profiling",
     "callbacks": "callback",
     "seed": "random_seed manual_seed seed_everything",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +12,12 @@ from functools import cached_property
 from orchestrator.config.text import first_few
 from orchestrator.display.comparison import NO_EFFECT, ComparedRun, Curve, configuration, mean_of, repeats, setting_text
 from orchestrator.display.plain_text import number, rate
+from orchestrator.display.ranking import ranking
 from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import describe_sharing
 
 RATE = SAMPLES_PER_S.summaries[0].key
 FINAL_LOSS = LOSS.summaries[0].key
-
-_EQUAL_LOSS = 1e-3
-"""Relative difference below which final losses count as equal."""
 
 _CLOSE_SPEED = 0.05
 """Relative difference of speeds below which a single run of each may well be noise."""
@@ -36,10 +35,12 @@ class Comparison:
 
     Attributes:
         target_loss: the training loss to which the time is compared.
+        best_first: whether tables begin with the run that is the best by its own metric.
     """
 
     runs: Sequence[ComparedRun]
     target_loss: float | None = None
+    best_first: bool = False
 
     @cached_property
     def names(self) -> Mapping[str, str]:
@@ -100,7 +101,18 @@ class Comparison:
         first = {group[0].location: mean_of(group) for group in groups}
         others = {run.location for group in groups for run in group[1:]}
         runs = [first.get(run.location, run) for run in self.runs if run.location not in others]
-        return Comparison(runs, self.target_loss)
+        return Comparison(runs, self.target_loss, self.best_first)
+
+    @property
+    def rows(self) -> list[int]:
+        """The places of the runs in the order of a table's rows. Equal runs, and those of several jobs, keep theirs."""
+        order = list(range(len(self.runs)))
+        found = ranking(self.runs) if self.best_first and len({run.job for run in self.runs}) == 1 else None
+        if found is None or found.is_tie:
+            return order
+        sign = -1 if found.maximize else 1
+        values = [found.values.get(run.location) for run in self.runs]
+        return sorted(order, key=lambda i: math.inf if (value := values[i]) is None else sign * value)
 
     @property
     def has_repeats(self) -> bool:
@@ -200,19 +212,14 @@ def _verdict(comparison: Comparison, job: str) -> str | None:
 
 
 def _best(comparison: Comparison, runs: Sequence[ComparedRun]) -> str | None:
-    """The run with the best ``sweep.metric`` or, if not all have that, the lowest loss; None without several."""
-    metric, direction = (runs[0].params.get(f"sweep.{key}") for key in ("metric", "direction"))
-    values = [run.value(str(metric)) for run in runs]
-    best, name = f"best {metric}", str(metric)
-    if None in values:
-        values, direction, best, name = [run.value(FINAL_LOSS) for run in runs], "minimize", "lowest loss", "loss"
-    known = {run.location: value for run, value in zip(runs, values, strict=True) if value is not None}
-    if len(known) < 2:
+    """The best run by its own metric; None without several."""
+    if (found := ranking(runs)) is None:
         return None
-    if max(known.values()) - min(known.values()) <= _EQUAL_LOSS * max(map(abs, known.values())):
-        return f"all reach the same {name}, {number(min(known.values()))}"
-    found, *_ = sorted(known, key=known.__getitem__, reverse=direction == "maximize")
-    return f"{best}: {comparison.names[found]} with {number(known[found])}"
+    if found.is_tie:
+        return f"all reach the same {found.name}, {number(min(found.values.values()))}"
+    chosen, *_ = sorted(found.values, key=found.values.__getitem__, reverse=found.maximize)
+    what = "lowest loss" if found.name == "loss" else f"best {found.name}"
+    return f"{what}: {comparison.names[chosen]} with {number(found.values[chosen])}"
 
 
 def noise(comparison: Comparison) -> list[str]:

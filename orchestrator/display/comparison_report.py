@@ -34,6 +34,7 @@ from orchestrator.display.plain_text import (
     text_lines,
     total_width,
 )
+from orchestrator.display.ranking import ranking
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary
 
@@ -139,11 +140,15 @@ def columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn]:
             found += _speed_columns(comparison, unicode=unicode)
         if spec is LOSS and comparison.target_loss is not None:
             found.append(_time_to_target(comparison))
-    return [
-        *found,
+    best = ranking(runs)
+    if best is not None and best.key not in {summary.key for _, summary, _ in _declared_columns(runs)}:
+        cells = [number(best.values[run.location]) if run.location in best.values else "-" for run in runs]
+        found.append(TableColumn(heading=f"best {best.name}", priority=9, cells=cells))
+    found += [
         TableColumn(heading="start-up s", priority=2, cells=[_cell(run, "startup_s", "{:.1f}") for run in runs]),
         TableColumn(heading="restarts", priority=1, cells=[_cell(run, "restarts", "{:.0f}") for run in runs]),
     ]
+    return [replace(column, cells=[column.cells[row] for row in comparison.rows]) for column in found]
 
 
 def _declared_columns(runs: Sequence[ComparedRun]) -> list[tuple[MetricSpec, Summary, Column]]:

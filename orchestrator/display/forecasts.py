@@ -12,11 +12,13 @@ from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import TableColumn, text_lines
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.prediction.calibration import CASES, Case, Compared, Spread, spread
 from orchestrator.prediction.devices import CPU
 from orchestrator.prediction.forecast import Answer, Forecast, Question
-from orchestrator.prediction.published import LARGE, Compared, Spread
 
 _DRAWN = 10
+LARGE = 128
+"""The devices of a large run."""
 # From Okabe and Ito's colours, and greys for waiting.
 _COLOURS = (
     *("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7"),
@@ -55,40 +57,36 @@ def text(answer: Answer, *, rows: int) -> str:
     return "\n".join(lines)
 
 
-def speed_text(question: Question, forecast: Forecast, spread: Spread) -> str:
+def speed_text(question: Question, forecast: Forecast, case: Case) -> str:
     """Return the speed of one layout with the errors of such predictions, in a line."""
     seconds, rate, share = forecast.seconds, question.tokens_s(forecast), question.mfu(forecast)
-    if question.work.layer.experts:
-        error = f"{spread.low:.0%} to {spread.high:.0%} of that in nine of ten published runs with experts"
-    else:
-        error = _error(spread, measured=False) if question.work.tokens > 1 else UNLIKE
+    error = _error(case, sparse=question.work.layer.experts > 0) if question.work.tokens > 1 else UNLIKE
     return (
         f"predicted for {question.cluster}: {seconds:.3g} s a step, {rate:,.0f} {question.unit}/s, MFU {share:.0%}; "
         f"{error}; `orchestrator plan --cluster {question.cluster}` with these keys compares layouts"
     )
 
 
-def _error(spread: Spread, *, measured: bool) -> str:
-    of = "of stacks with a known run" if measured else "of stacks that were left out"
-    return (
-        f"± {spread.median:.0%} in the median and ± {spread.ninth:.0%} in nine of ten, from {spread.count} published "
-        f"runs of this size, {of} (orchestrator plan --published)"
-    )
+def _error(case: Case, *, sparse: bool) -> str:
+    """Return the errors of a case, with experts as a range."""
+    found = spread(case, sparse=sparse)
+    of = f"of {found.count:,} predictions of published runs {CASES[case]} (orchestrator plan --published)"
+    if sparse:
+        return f"{found.low:.0%} to {found.high:.0%} of that in nine of ten {of.replace(' runs', ' runs with experts')}"
+    return f"± {found.median:.0%} in the median and ± {found.ninth:.0%} in nine of ten {of}"
 
 
 def _speed(answer: Answer) -> str:
-    spread = answer.spread
-    if answer.question.cluster.name == CPU:
-        return f"speed with rates that were {answer.question.cluster.device.source}; no published run tells its error"
-    if answer.question.work.tokens == 1:
+    question = answer.question
+    if question.cluster.name == CPU:
+        return f"speed with rates that were {question.cluster.device.source}; no published run tells its error"
+    if question.work.tokens == 1:
         return f"speed: {UNLIKE}"
-    if not answer.question.work.layer.experts:
-        return f"speed {_error(spread, measured=bool(answer.measured))}"
-    text = f"speed of a model with experts: {spread.low:.0%} to {spread.high:.0%} of the prediction"
-    if answer.fitting:
-        most = answer.question.tokens_s(answer.fitting[0])
-        text += f", {spread.low * most:,.0f} to {spread.high * most:,.0f} tokens/s for the fastest,"
-    return f"{text} in nine of ten of {spread.count} published runs with experts (orchestrator plan --published)"
+    text = f"speed {_error(answer.case, sparse=question.work.layer.experts > 0)}"
+    if question.work.layer.experts and answer.fitting:
+        found, most = spread(answer.case, sparse=True), question.tokens_s(answer.fitting[0])
+        text += f": {found.low * most:,.0f} to {found.high * most:,.0f} tokens/s for the fastest"
+    return text
 
 
 def _best(answer: Answer) -> list[str]:
@@ -179,7 +177,10 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "layouts": [record(f) for f in (*answer.fitting, *answer.refused)],
         "refused_by_this_version": dict(answer.pruned),
         "notes": list(answer.notes),
-        "spread": dataclasses.asdict(answer.spread),
+        "spread": {
+            "case": answer.case,
+            **dataclasses.asdict(spread(answer.case, sparse=answer.question.work.layer.experts > 0)),
+        },
     }
 
 
@@ -207,39 +208,85 @@ def draw(answer: Answer, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-_PUBLISHED_HEADS = ("runs", "predicted", "median", "mean", "90 %", "worst", "left out: median", "90 %")
+_CASE_HEADS = (
+    "what is known",
+    "predictions",
+    "setups",
+    "median",
+    "90 %",
+    "speeds of nine of ten",
+    "here",
+    "median",
+    "90 %",
+)
+_PUBLISHED_HEADS = ("runs", "predicted", "median", "90 %", "worst", "all new: median", "90 %", "calibrated by")
 
 
 def published_table(compared: Sequence[Compared]) -> str:
-    """Return the errors by stack of software and by size, as lines of text."""
-    stacks = sorted({c.run.stack for c in compared})
+    """Return the errors by what is known, and those of these runs by setup and by size, as lines of text."""
+    known = sum(c.is_known for c in compared)
+    return "\n".join(
+        [
+            *_cases(compared),
+            "",
+            "absolute errors of tokens per second and device, those of each setup (software, precision and device)",
+            "together as much as those of any other; on the left of published runs, on the right of this file",
+            "",
+            *_setups(compared),
+            "",
+            f"{known} runs that calibrate others do not count; all new: without all runs of their software or device",
+        ]
+    )
+
+
+def _cases(compared: Sequence[Compared]) -> list[str]:
+    rows = []
+    for sparse in (False, True):
+        for case in CASES:
+            found = spread(case, sparse=sparse)
+            own = [c for c in compared if c.shares.case == case and c.run.is_sparse == sparse and not c.is_known]
+            here = _spread_of(own) if own else None
+            rows.append(
+                (
+                    f"{case}{', with experts' if sparse else ''}",
+                    *(f"{found.count}", f"{found.setups}", f"{found.median:.1%}", f"{found.ninth:.1%}"),
+                    f"{found.low:.0%} to {found.high:.0%}",
+                    *((f"{here.count}", f"{here.median:.1%}", f"{here.ninth:.1%}") if here else ("", "", "")),
+                )
+            )
+    return _lines(_CASE_HEADS, rows)
+
+
+def _setups(compared: Sequence[Compared]) -> list[str]:
     groups: dict[str, Callable[[Compared], bool]] = {
-        **{name: functools.partial(_is_of, name) for name in stacks},
+        **{name: functools.partial(_is_of, name) for name in sorted({_group(c) for c in compared})},
         "dense": lambda c: not c.run.is_sparse,
         f"dense, {LARGE} devices and more": lambda c: not c.run.is_sparse and c.run.devices >= LARGE,
         "with experts": lambda c: c.run.is_sparse,
-        f"all, {LARGE} devices and more": lambda c: c.run.devices >= LARGE,
     }
     rows = []
     for name, belongs in groups.items():
-        own = [c for c in compared if belongs(c)]
-        if any(not c.tuned for c in own):
-            spread = Spread.of(own)
-            unseen = Spread.of(own, unseen=True)
-            shares = (spread.median, spread.mean, spread.ninth, spread.worst, unseen.median, unseen.ninth)
-            rows.append((name, f"{spread.count}", *(f"{share:.1%}" for share in shares)))
+        if own := [c for c in compared if belongs(c)]:
+            unseen = Spread.of([(c.run.setup, c.unseen_error) for c in own])
+            of_all = (f"{unseen.median:.1%}", f"{unseen.ninth:.1%}")
+            counted = [c for c in own if not c.is_known]
+            found = _spread_of(counted) if counted else None
+            cells = (f"{found.median:.1%}", f"{found.ninth:.1%}", f"{found.worst:.1%}") if found else ("", "", "")
+            by = {c.shares.known.row["model"] for c in counted if c.shares.known} if _is_of(name, own[0]) else set()
+            rows.append((name, f"{len(counted)}", *cells, *of_all, ", ".join(sorted(by))))
+    return _lines(_PUBLISHED_HEADS, rows)
+
+
+def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     columns = [
-        TableColumn(heading=heading, cells=cells, justify="left" if heading == "runs" else "right")
-        for heading, cells in zip(_PUBLISHED_HEADS, zip(*rows, strict=True), strict=True)
+        TableColumn(heading=head, cells=cells, justify="left" if head in (heads[0], "calibrated by") else "right")
+        for head, cells in zip(heads, zip(*rows, strict=True), strict=True)
     ]
-    tuned = sum(c.tuned for c in compared)
-    notes = [
-        f"absolute errors of tokens per second and device; {tuned} runs that shares were taken from do not count",
-        "left out: all runs, each predicted without its own stack, with the shares of the most similar other one",
-    ]
-    similar = sorted({(c.run.stack, c.known) for c in compared if c.run.stack != c.known})
-    notes += [f"no shares are known of {stack}, which takes those of {known}" for stack, known in similar]
-    return "\n".join([*text_lines(columns, unicode=True), "", *notes])
+    return text_lines([column for column in columns if any(column.cells)], unicode=True)
+
+
+def _spread_of(compared: Sequence[Compared]) -> Spread:
+    return Spread.of([(c.run.setup, c.error) for c in compared])
 
 
 def published_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -247,17 +294,23 @@ def published_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     return [
         {
             **{key: c.run.row[key] for key in ("source", "framework", "model", "gpu", "gpus", "seq", "precision")},
-            "stack": c.run.stack,
-            "shares_of": c.known,
+            "setup": str(c.run.setup),
+            "case": c.shares.case,
+            "calibrated_by": c.shares.known and c.shares.known.row["source"],
             "measured": c.run.measured,
-            "predicted": c.predicted,
+            "predicted": c.run.predicted(c.shares.stack),
             "error": c.error,
-            "tuned": c.tuned,
-            "error_left_out": c.unseen_error,
+            "known": c.is_known,
+            "error_all_new": c.unseen_error,
+            "spread": dataclasses.asdict(spread(c.shares.case, sparse=c.run.is_sparse)),
         }
         for c in compared
     ]
 
 
-def _is_of(stack: str, compared: Compared) -> bool:
-    return compared.run.stack == stack
+def _group(compared: Compared) -> str:
+    return f"{compared.run.setup}{', with experts' if compared.run.is_sparse else ''}"
+
+
+def _is_of(name: str, compared: Compared) -> bool:
+    return _group(compared) == name

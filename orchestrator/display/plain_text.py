@@ -41,6 +41,11 @@ def writable(text: str, stream: Any) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
+def say_note(text: str) -> None:
+    """Print what the user should know, on standard error."""
+    print(writable(clean(f"note: {text}"), sys.stderr), file=sys.stderr)
+
+
 def refuse(verb: str, reason: object, *, code: int = 2) -> int:
     """Print why ``orchestrator <verb>`` cannot do what it was asked; returns ``code``, its exit code."""
     print(writable(clean(f"{verb}: {reason}"), sys.stderr), file=sys.stderr)

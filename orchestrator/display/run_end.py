@@ -156,7 +156,7 @@ def _limits(end: RunEnd) -> Iterator[str]:
 
 def run_page(page: str, run_id: str) -> str:
     """Return the address of a run in MLflow; ``page``: that of the charts with it."""
-    return f"{page.partition('?')[0]}/{run_id}"
+    return f"{page.partition('?')[0]}/{run_id}?workflowType=machine_learning"  # without it, MLflow shows those of LLMs
 
 
 def choice_in_words(run_dir: RunDir) -> str:

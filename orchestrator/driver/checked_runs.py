@@ -13,7 +13,7 @@ import torch
 
 from orchestrator.config.arguments import field_values, too_large
 from orchestrator.config.build import ConfigError, collect_errors
-from orchestrator.config.compose import compose
+from orchestrator.config.compose import compose, placed
 from orchestrator.config.eval_splits import unknown_split
 from orchestrator.config.files import Files
 from orchestrator.config.job_loader import is_importable, load_callbacks, load_job
@@ -118,7 +118,7 @@ def check_all(
     for overrides in runs:
         run_errors: list[str] = []
         checked_run = _check(overrides, address_error, run_errors, redactor, job)
-        run_errors = list(dict.fromkeys(redactor.text(error) for error in run_errors))
+        run_errors = list(dict.fromkeys(redactor.text(error) for error in placed(overrides, run_errors)))
         if sweep is not None and run_errors and sweep.leaves_out(overrides, run_errors):
             continue
         errors += run_errors

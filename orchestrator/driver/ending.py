@@ -14,15 +14,16 @@ from orchestrator.config.operation import TrackingConfig
 from orchestrator.config.redact import Redactor
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
+from orchestrator.display.rate_finder import draw, find
 from orchestrator.display.run_end import choice_in_words, describe_run, run_page
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.run_state import RESULT_LOST
-from orchestrator.protocol.events import RunEnded, Warned
+from orchestrator.protocol.events import RunEnded, SampleSaved, Warned
 from orchestrator.protocol.metrics import to_record
-from orchestrator.records.journal import Journal
+from orchestrator.records.journal import Journal, read_metrics
 from orchestrator.records.json_file import write_json
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
@@ -45,6 +46,7 @@ class RunEnding:
         in_sweep: whether a comparison of the whole sweep follows.
         owns_process: whether the command line has begun the run, and not a program that wants its result.
         origin: how other commands begin.
+        finds_rate: whether the run looks for a learning rate.
     """
 
     plan: Plan
@@ -59,6 +61,7 @@ class RunEnding:
     in_sweep: bool
     owns_process: bool
     origin: Origin
+    finds_rate: bool = False
 
     def finish(self, result: RunResult) -> RunResult:
         """Record ``result``, wait for the upload unless the run was stopped, and show the verdict last.
@@ -80,6 +83,8 @@ class RunEnding:
             metrics=redactor.data([to_record(spec) for spec in result.metrics], by_key=False),
         )
         summary = {**result.summary, **self._write_timeline(result), **self._limit(result)}
+        if self.finds_rate:
+            summary |= self._suggested_rate(int(summary.get("steps") or 0))
         if run_dir.profile.is_dir():
             summary["profile"] = run_dir.location_of(run_dir.profile)
         if run_dir.samples.is_dir():
@@ -187,6 +192,27 @@ class RunEnding:
             self.events.show(Warned(message=f"what limited the speed is unknown: {type(e).__name__}: {e}"))
             return {}
         return {} if text is None else {"limit": text}
+
+    def _suggested_rate(self, step: int) -> dict[str, float]:
+        """Draw the losses by learning rate as a sample of the run, and say which rate they suggest, for the summary."""
+        if (found := find(read_metrics(self.run_dir))) is None:
+            self.events.warn("too few losses to suggest a learning rate: raise train.steps, with train.log_every=1")
+            return {}
+        file = self.run_dir.sample_file(step, "learning_rate", "png")
+        try:
+            file.parent.mkdir(exist_ok=True)
+            draw(found, file)
+        except OSError as e:
+            self.events.warn(f"the picture of the losses cannot be written: {e}")
+        else:
+            path = str(file.relative_to(self.run_dir.path))
+            self.events.emit(SampleSaved(step=step, name="learning_rate", path=path))
+        where = f"losses by learning rate: {self.run_dir.location_of(file)}"
+        if found.suggested is None:
+            self.events.warn(f"the loss never falls between these rates; {where}")
+            return {}
+        self.events.note(f"suggested learning rate: {found.suggested:.2g}, where the loss falls fastest; {where}")
+        return {"suggested_lr": found.suggested}
 
     def _has_checkpoint(self) -> bool:
         try:

@@ -23,16 +23,16 @@ from orchestrator.driver.preflight.child_process import in_child
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
-from orchestrator.prediction.cost import Stack, step_time
+from orchestrator.prediction.calibration import Case, fitted, has_published_runs, shares_of_job
+from orchestrator.prediction.cost import Stack, StepTime, step_time
 from orchestrator.prediction.devices import CPU, Cluster, name_of_gpu, parse_cluster, read_tables
-from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Forecast, Question, like
-from orchestrator.prediction.published import Spread, compare, fitted, published_runs, stack_for
+from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Forecast, Question
 from orchestrator.prediction.work import ModelWork
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.model_work import UNFUSED
+from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.keys import MeshConfig
-from orchestrator.strategies.model_work import UNFUSED
-from orchestrator.strategies.traced_job import TracedJob
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""
@@ -73,10 +73,14 @@ def answer(
         reason = f"strategy.num_workers={to_cli(config.strategy.num_workers)}: each size of an elastic run has a layout"
         raise ConfigError([f"{reason} of its own; plan one of them"])
     traced = TracedJob(config, job, on_gpus=not on_cpus)
+    stack, case = _usual_stack(cluster, config, traced.work)
+    if measured:
+        stack, is_sparse = measured_stack(measured, cluster, config, redactor)
+        case = "calibrated" if is_sparse == (traced.work.layer.experts > 0) else case
     question = Question(
         work=traced.work,
         cluster=cluster,
-        stack=measured_stack(measured, cluster, config, redactor) if measured else _usual_stack(cluster, config),
+        stack=stack,
         tokens=tokens,
         price=price,
         device_hours=DEVICE_HOURS if device_hours is None else device_hours,
@@ -103,9 +107,9 @@ def answer(
         fitting=tuple(f for f in forecasts if not f.refused),
         refused=tuple(f for f in forecasts if f.refused),
         pruned=pruned,
-        spread=_spread(traced.work, cluster, measured=measured is not None),
+        case=case,
         measured=measured.location if measured else "",
-        notes=traced.notes,
+        notes=(*traced.notes, *([] if on_cpus or has_published_runs(cluster.name) else [_scaled_note(cluster)])),
     )
 
 
@@ -164,12 +168,11 @@ def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> s
     def predicted() -> str | None:
         cluster = parse_cluster("x".join(map(str, (*shape, name))), tables)
         traced = TracedJob(config, job, on_gpus=True)
-        asked = Question(
-            work=traced.work, cluster=cluster, stack=_usual_stack(cluster, config), device_hours=DEVICE_HOURS
-        )
+        stack, case = _usual_stack(cluster, config, traced.work)
+        asked = Question(work=traced.work, cluster=cluster, stack=stack, device_hours=DEVICE_HOURS)
         forecast = asked.answered(traced.forecast(config, plan))
-        spread = _spread(traced.work, cluster, measured=False)
-        return None if forecast.time is None else speed_text(asked, forecast, spread)
+        note = "" if has_published_runs(name) else f"; {_scaled_note(cluster)}"
+        return None if forecast.time is None else speed_text(asked, forecast, case) + note
 
     try:
         return in_child(predicted, timeout_s=config.recovery.build_max_s)
@@ -177,15 +180,14 @@ def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> s
         return f"its speed cannot be predicted: {e}"
 
 
-def _spread(work: ModelWork, cluster: Cluster, *, measured: bool) -> Spread:
-    published = compare([run.row for run in published_runs()], read_tables())
-    return like(published, cluster.devices, sparse=work.layer.experts > 0, measured=measured)
+def _scaled_note(cluster: Cluster) -> str:
+    return f"no published run is on {cluster.name}: its rates are scaled from other devices by its data sheet"
 
 
-def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> Stack:
-    """Return the shares of the peak rates with which the step of a run is predicted as it was measured.
+def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor: Redactor) -> tuple[Stack, bool]:
+    """Return the shares with which the step of a run is predicted as it was measured, and whether it has experts.
 
-    One step time tells one number: both shares change in proportion.
+    One step time tells one number: the share that takes more of the step changes more.
 
     Args:
         run_dir: a run that has ended.
@@ -218,28 +220,29 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
     forecast = Layouts(config, traced, there, ()).as_configured()
     if forecast.refused:
         raise ConfigError([f"{where}: {forecast.refused}"])
-    usual = _usual_stack(cluster, config)
+    usual, _ = _usual_stack(cluster, config, traced.work)
 
-    def predicted_ms(stack: Stack) -> float:
-        return 1e3 * step_time(traced.work, forecast.step, there, stack).total
+    def predicted(stack: Stack) -> StepTime:
+        return step_time(traced.work, forecast.step, there, stack)
 
-    found = fitted(lambda stack: 1 / predicted_ms(stack), 1 / step_ms, usual, _with_products)
-    if (least := predicted_ms(found)) > 1.01 * step_ms:
+    found = fitted(predicted, step_ms / 1e3, usual)
+    if (least := 1e3 * predicted(found).total) > 1.01 * step_ms:
         reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
         raise ConfigError([f"{where}: {reason}"])
-    return found
+    return found, traced.work.layer.experts > 0
 
 
-def _usual_stack(cluster: Cluster, config: Config) -> Stack:
-    on_gpus = cluster.name != CPU
-    stack = stack_for(cluster.name, compiled=config.train.compile is not False) if on_gpus else UNFUSED
+def _usual_stack(cluster: Cluster, config: Config, work: ModelWork) -> tuple[Stack, Case]:
+    """Return the shares without a run of the user, and what is known by which they were found."""
+    stack: Stack = UNFUSED
+    case: Case = "all new"
+    if cluster.name != CPU:
+        compiled = config.train.compile is not False
+        found = shares_of_job(cluster.name, compiled=compiled, sparse=work.layer.experts > 0)
+        stack, case = found.stack, found.case
     stack = replace(stack, operator_s=cluster.device.operator_us / 1e6)
-    return _with_products(stack, cluster.device.reached or stack.products)
-
-
-def _with_products(stack: Stack, share: float) -> Stack:
-    """Return ``stack`` with another share for products, and one for attention in proportion."""
-    return replace(stack, products=share, attention=share * stack.attention / stack.products)
+    share = cluster.device.reached or stack.products
+    return replace(stack, products=share, attention=share * stack.attention / stack.products), case
 
 
 def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:

@@ -19,8 +19,8 @@ from orchestrator.planning.schedules import divisors
 from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.keys import MeshConfig
-from orchestrator.strategies.traced_job import TracedJob
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""

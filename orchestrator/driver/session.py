@@ -7,15 +7,13 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
-from orchestrator.config.overrides import masked
-from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.chosen_metrics import ChosenMetrics
@@ -23,11 +21,11 @@ from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
 from orchestrator.driver.auto.decision import NotMeasuredError
-from orchestrator.driver.checked_runs import CheckedRun, with_choice, with_shared_cores
+from orchestrator.driver.checked_runs import CheckedRun, planned_on, with_choice, with_shared_cores
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.joined_ray import ray_of
-from orchestrator.driver.preflight.record import command_line, open_run
+from orchestrator.driver.preflight.record import command_line, open_run, settings_for_name
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
 from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunResult, RunSpec
@@ -160,15 +158,10 @@ def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
     from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
 
     def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:
-        errors: list[str] = []
-        given = pickle_job(job, job, errors)
-        if given is None:
-            raise ConfigError(errors)
         what = "the job" if show_failure else f"strategy={plan.strategy}"
         print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
-        brief = replace(checked_run, config=config, job=job, given=given, resume=None, source=None, warnings=())
         console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
-        return _execute(launch, brief, Sizes.of(plan), sweep=None, started_at=None, console=console)
+        return _execute_briefly(launch, checked_run, config, plan, job, console)
 
     return Chooser(
         checked_run.config,
@@ -179,6 +172,42 @@ def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
         redactor=checked_run.redactor,
         oversubscribe_cpus=checked_run.embeds_ray,
     )
+
+
+def _execute_briefly(
+    launch: _Launch, checked_run: CheckedRun, config: Config, plan: Plan, job: Job, console: Sink
+) -> RunResult:
+    """Execute a run that nobody asked for in place of ``checked_run``."""
+    errors: list[str] = []
+    given = pickle_job(job, job, errors)
+    if given is None:
+        raise ConfigError(errors)
+    brief = replace(checked_run, config=config, job=job, given=given, resume=None, source=None, warnings=(), notes=())
+    return _execute(launch, brief, Sizes.of(plan), sweep=None, started_at=None, console=console)
+
+
+@contextlib.contextmanager
+def brief_runs(
+    checked_run: CheckedRun, stop: StopSignals, *, folder: str
+) -> Iterator[Callable[[CheckedRun, int], tuple[Plan, RunResult]]]:
+    """Yield what trains a run on as many workers as ``checked_run`` for a few steps, and leaves nothing of it.
+
+    ``folder``: the directory below ``output_dir`` in which the runs are until they end.
+    """
+    from orchestrator.driver.auto.brief_runs import remove_run, shortened, without_samples
+
+    with CodeCache() as codes, ray_of([checked_run], None, codes) as (nodes, _):
+        launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=None)
+        stop.exit_at_once = False
+
+        def run(brief: CheckedRun, steps: int) -> tuple[Plan, RunResult]:
+            sizes = brief.sizes or planned_on(nodes, [brief], None)[0][1]
+            config, plan = shortened(brief.config, sizes.initial, steps=steps, log_every=steps, folder=folder)
+            result = _execute_briefly(launch, brief, config, plan, without_samples(brief.job), FailureSink(None))
+            remove_run(result)
+            return plan, result
+
+        yield run
 
 
 def _chosen(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> tuple[CheckedRun, Sizes]:
@@ -285,7 +314,7 @@ def _opened(
         resume,
         seen=checked_run.seen,
         command=command,
-        settings=settings_of_run([masked(word, redactor) for word in checked_run.overrides]),
+        settings=settings_for_name(checked_run.overrides, checked_run.job, redactor),
         sweep=sweep,
         redactor=redactor,
     )
@@ -347,6 +376,7 @@ def _opened(
         redactor=redactor,
         resume_command=resume_command,
         in_sweep=sweep is not None,
+        finds_rate=config.train.lr_range is not None,
         owns_process=launch.stop.owns_process,
         origin=origin,
     )

@@ -21,7 +21,7 @@ from orchestrator.compat.attention import causal_to_the_end
 from orchestrator.compat.generators import own_stream
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.tensor.peers import Peers, is_differentiated
 
 Axes = tuple[int | None, ...]
 """For each leaf of a tree, the axis along which it has a row for each token; None if it has none."""
@@ -309,6 +309,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if is_differentiated(gradient):
+            raise NotDivisible("computes a gradient that is differentiated again, of which each worker has a part")
         context: ContextPart = ctx.context
         index, count = context.index, context.count
         if not ctx.summed:

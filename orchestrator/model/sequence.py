@@ -38,9 +38,6 @@ class LayerSequence(abc.ABC):
 
     call: Callable[[nn.Module, Any], Any] | None = None
 
-    trains_as_the_whole = False
-    """Whether calling the layers in turn is what the model's own ``forward`` does, so that nothing can differ."""
-
     def __init__(self, whole: FakeModel, names: Sequence[str], modules: Sequence[nn.Module]):
         self.whole = whole
         self.names = tuple(names)
@@ -121,8 +118,6 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 class SequentialLayers(LayerSequence):
     """The children of an ``nn.Sequential`` that only calls them."""
-
-    trains_as_the_whole = True
 
     def __init__(self, whole: FakeModel):
         children = {name: child for name, child in own_children(whole.model).items() if child is not None}

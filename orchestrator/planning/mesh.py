@@ -7,29 +7,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 Dimension = Literal["pipeline", "replicate", "shard", "context", "tensor"]
 Axes = tuple[Dimension, ...]
-DIMENSIONS: Axes = ("pipeline", "replicate", "shard", "context", "tensor")
-"""From the outermost to the innermost: consecutive ranks differ in the last of them."""
-BATCH: Axes = ("replicate", "shard")
-"""The dimensions whose workers train on different samples."""
-TOKENS: Axes = (*BATCH, "context")
-"""The dimensions whose workers train on different tokens."""
-DENSE: Axes = ("shard", "context")
-"""The dimensions over which parameters are divided that are gathered to be used."""
-DIVIDING: Axes = (*DENSE, "tensor")
-"""The dimensions whose workers may have shards of the same tensor."""
-WITHIN_STAGE: Axes = DIMENSIONS[1:]
-"""The dimensions whose workers have the same layers."""
-
-_FORMER_NAMES = {
-    "data_parallel_size": "replicate",
-    "pipeline_parallel_size": "pipeline",
-    "num_shards": "num_servers",
-}
-"""The names of the fields in the records of earlier versions."""
 
 
 class Coords(NamedTuple):
@@ -40,6 +21,29 @@ class Coords(NamedTuple):
     shard: int = 0
     context: int = 0
     tensor: int = 0
+
+
+DIMENSIONS = cast(Axes, Coords._fields)
+"""From the outermost to the innermost: consecutive ranks differ in the last of them."""
+BATCH: Axes = ("replicate", "shard")
+"""The dimensions whose workers train on different samples."""
+TOKENS: Axes = (*BATCH, "context")
+"""The dimensions whose workers train on different tokens."""
+DENSE: Axes = ("shard", "context")
+"""The dimensions over which parameters are divided that are gathered to be used."""
+DIVIDING: Axes = (*DENSE, "tensor")
+"""The dimensions whose workers may have shards of the same tensor."""
+TOGETHER: Axes = DIMENSIONS[3:]
+"""The dimensions whose workers compute the same samples together."""
+WITHIN_STAGE: Axes = DIMENSIONS[1:]
+"""The dimensions whose workers have the same layers."""
+
+_FORMER_NAMES = {
+    "data_parallel_size": "replicate",
+    "pipeline_parallel_size": "pipeline",
+    "num_shards": "num_servers",
+}
+"""The names of the fields in the records of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class Mesh:
     @property
     def num_workers(self) -> int:
         """The number of ranks that train."""
-        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+        return math.prod(map(self.size, DIMENSIONS))
 
     @property
     def world_size(self) -> int:
@@ -83,7 +87,7 @@ class Mesh:
     @property
     def workers_per_sample(self) -> int:
         """The number of workers that have the same layers and compute the same samples together."""
-        return self.context * self.tensor
+        return math.prod(map(self.size, TOGETHER))
 
     @property
     def num_shards(self) -> int:
@@ -165,8 +169,8 @@ class Mesh:
         """Return a number that is equal on the ranks which compute the same layers of the same samples together."""
         if global_rank in self.servers:
             return global_rank
-        first = self.coords(global_rank)._replace(context=0, tensor=0)
-        return dataclasses.replace(self, context=1, tensor=1)._rank(first)
+        sizes, places = dict.fromkeys(TOGETHER, 1), dict.fromkeys(TOGETHER, 0)
+        return dataclasses.replace(self, **sizes)._rank(self.coords(global_rank)._replace(**places))  # type: ignore[arg-type]
 
     @property
     def close_groups(self) -> list[list[int]]:

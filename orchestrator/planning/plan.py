@@ -17,7 +17,7 @@ from orchestrator.planning.capacity import (
 from orchestrator.planning.faults import Fault, parse_entry
 from orchestrator.planning.layout import Layout, LayoutRules
 from orchestrator.planning.memory import UNKNOWN, MemoryLimit, NodeShare
-from orchestrator.planning.mesh import Mesh, Resources, even_shares
+from orchestrator.planning.mesh import TOGETHER, Mesh, Resources, even_shares
 from orchestrator.planning.schedules import PipelineLayout
 
 
@@ -119,7 +119,7 @@ class Plan:
         text = f"data parallel {self.mesh.data_parallel_size}"
         if self.divided is not None:
             text += f", {self.divided} divided over {self.mesh.num_shards}"
-        sizes = {"pipeline": self.mesh.pipeline, "context": self.mesh.context, "tensor": self.mesh.tensor}
+        sizes = {dimension: self.mesh.size(dimension) for dimension in ("pipeline", *TOGETHER)}
         return text + "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
 
     @property

@@ -29,6 +29,9 @@ UPDATE_BYTES = 28
 """What an update of AdamW reads and writes for a parameter."""
 TILED = 1.5
 """How often matrix products read and write their operands, because of their tiles."""
+WHOLE_OPERANDS = 4
+"""The operands of a layer's products, as multiples of its output, that each tensor rank reads or writes whole: the
+inputs of what is divided by columns, and the outputs of what is divided by rows (arXiv:1909.08053, section 3)."""
 SETTLE_S = 0.002
 """What a step costs beside all that."""
 HEAD_MOST = 0.75
@@ -79,6 +82,8 @@ class Step:
         sums_each_pass: whether they sum gradients after each micro-batch, and not once in a step.
         precision: what products are computed in.
         gathered_bytes: the bytes of a parameter when it is gathered.
+        gathered_more: the bytes that all parameters outside of layers have in addition then, such as tables that are
+            not cast.
         summed_bytes: the bytes of a gradient when it is summed.
         exchanged_bytes: what those with the same parameters exchange in a step for each: sums, and updated parameters.
         divides_sends: whether tensor ranks divide what is sent from stage to stage.
@@ -102,6 +107,7 @@ class Step:
     sums_each_pass: bool = True
     precision: Precision = "bf16"
     gathered_bytes: float = 2.0
+    gathered_more: float = 0.0
     summed_bytes: float = 4.0
     exchanged_bytes: float = 6.0
     divides_sends: bool = True
@@ -211,7 +217,7 @@ def sent_bytes(work: ModelWork, step: Step) -> Sent:
     mesh, shards, copies, tensor = step.mesh, step.shards, step.copies, step.mesh.tensor
     rows, output, summed_output = step.rows / mesh.context, work.layer.output_bytes, work.layer.summed_bytes
     in_layers, parts = work.parameters - work.ends.parameters, tensor * mesh.pipeline
-    gathered = step.gathered_bytes * (work.parameters + step.gathers_again * in_layers)
+    gathered = step.gathered_bytes * (work.parameters + step.gathers_again * in_layers) + step.gathered_more
     summed, of_group = step.summed_bytes * work.parameters, (shards - 1) / shards / parts
     each = step.gathers_each_pass * gathered + step.sums_each_pass * summed
     forward = 2 if step.recompute <= PARTLY else 4  # the sums in a layer, which may be computed again
@@ -242,9 +248,11 @@ def _one_pass(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> _P
     memory, wide = cluster.device.memory_bytes_s, cluster.device.peak_flops_s("bf16")
     peak, is_narrow = cluster.device.peak_flops_s(step.precision), step.precision != "bf16"
     layers = step.fullest * work.layers / mesh.pipeline
-    rows = step.rows / mesh.context / mesh.tensor  # the share of a rank in the samples and their computation
+    of_context = step.rows / mesh.context
+    rows = of_context / mesh.tensor  # the share of a rank in the samples and their computation
     weights = layer.parameters / mesh.tensor + layer.experts / (mesh.tensor * step.expert)
-    product_bytes = TILED * (BYTES * weights + rows * layer.product_bytes)
+    whole = min(WHOLE_OPERANDS * layer.summed_bytes, layer.product_bytes)
+    product_bytes = TILED * (BYTES * weights + of_context * whole + rows * (layer.product_bytes - whole))
     products = (3 + step.recompute) * (rows * layer.products / (peak * stack.products) + product_bytes / memory)
     attention = (3 + step.recompute_attention) * rows * layer.attention / (wide * stack.attention)
     again = 1 + step.recompute / 3 if step.recompute > PARTLY else 1.0

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.planning.memory import GIB, WorkerMemory
 from orchestrator.planning.mesh import DIMENSIONS, Mesh
+from orchestrator.prediction.calibration import Case
 from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
 from orchestrator.prediction.devices import Cluster
-from orchestrator.prediction.published import LARGE, Compared, Spread
 from orchestrator.prediction.work import ModelWork
 
 CONTEXT_BYTES = 0.75 * GIB
@@ -191,20 +191,6 @@ class Question:
         }
 
 
-def like(compared: Sequence[Compared], devices: int, *, sparse: bool, measured: bool) -> Spread:
-    """Return the errors for published runs with experts, or for those without that are as large or as small.
-
-    Args:
-        compared: published runs.
-        devices: how many are planned.
-        sparse: whether the model has experts.
-        measured: whether a run of the same stack is known; otherwise each stack is predicted without its own rows.
-    """
-    of_kind = [c for c in compared if c.run.is_sparse == sparse]
-    of_size = [c for c in of_kind if sparse or (c.run.devices >= LARGE) == (devices >= LARGE)]
-    return Spread.of(of_size, unseen=not measured)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """All layouts of a job on a cluster.
@@ -215,7 +201,7 @@ class Answer:
         fitting: the layouts that fit, the fastest first.
         refused: those that do not fit, the ones that need least first.
         pruned: by reason, how many layouts the product refuses.
-        spread: the errors of predictions of published runs that are like these.
+        case: what is known of the setup, by which the errors of such predictions are known.
         measured: the run that the shares of the peak rates come from; empty for published ones.
         notes: remarks for the user.
     """
@@ -226,7 +212,7 @@ class Answer:
     fitting: tuple[Forecast, ...]
     refused: tuple[Forecast, ...]
     pruned: Mapping[str, int]
-    spread: Spread
+    case: Case
     measured: str = ""
     notes: tuple[str, ...] = ()
 

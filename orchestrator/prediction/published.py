@@ -1,25 +1,19 @@
-"""Predictions of published training runs, and how far off they are.
-
-A stack of software gets the shares of the peak rates that it reaches from one of its rows on a single node, and that of
-attention from one with a long context, if there is one. All its other rows are predicted.
-"""
+"""Published training runs as the cost model sees them."""
 
 from __future__ import annotations
 
 import csv
 import functools
-import itertools
 import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.config.build import ConfigError
 from orchestrator.planning.mesh import Mesh
 from orchestrator.prediction.cost import Stack, Step, StepTime, step_time
-from orchestrator.prediction.devices import Cluster, Precision, Tables, parse_cluster, read_tables
+from orchestrator.prediction.devices import Cluster, Precision, Tables, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.work import ModelWork, Transformer
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
@@ -28,20 +22,15 @@ COLUMNS = (
     *("active", "gpu", "gpus", "precision", "seq", "tp", "pp", "vp", "cp", "ep", "shard", "mbs", "gbs", "recompute"),
     *("options", "tokens_s_gpu", "tflops_gpu"),
 )
-"""The columns that a file of runs has; ``replicate``, ``date``, ``memory_gib`` and others may follow."""
+"""The columns that a file of runs has. Others may follow, such as ``known``, ``date``, and ``moved``, the bytes that
+elementwise operators of a layer move for a token."""
 _COUNTS = (
     *("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "gpus", "seq", "tp", "pp", "cp", "ep", "shard", "gbs"),
 )
 _MOST = 10**9
-LARGE = 128
-"""The devices of a large run."""
 
 Row = Mapping[str, str]
 
-FUSED = 0.73
-"""The share of elementwise traffic that is left where a compiler or hand-written kernels fuse it."""
-USUAL_ATTENTION = 0.55
-"""Attention's share of the peak rate in stacks that have no row with a long context."""
 _RECOMPUTED = {
     "full": (1.0, 1.0),
     "selective": (0.36, 0.36),
@@ -49,49 +38,34 @@ _RECOMPUTED = {
     "selective+SP": (0.0, 1.0),
 }
 """The shares of the forward products and of attention that the backward pass computes again; nothing otherwise."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The rows of a stack, as (model, tokens of a sample, devices), from which its shares come.
-
-    Attributes:
-        products: the row for products; the name of another stack to take its shares.
-        attention: the row for attention; None for :data:`USUAL_ATTENTION`.
-        experts: the row for the time of the host to dispatch tokens to experts; None if the stack has none.
-    """
-
-    products: tuple[str, int, int] | str
-    attention: tuple[str, int, int] | None = None
-    experts: tuple[str, int, int] | None = None
-
-
-_LLAMA_8B, _LLAMA_70B = ("LLAMA3_8B", 8192, 8), ("LLAMA3_70B", 8192, 64)
-_QWEN_30B = ("Qwen3_30B_a3B", 4096, 8)
-CALIBRATIONS: Mapping[str, Calibration] = {
-    "llm-foundry BF16 A100": Calibration(("MPT-7b", 2048, 8), ("MPT-7b", 65536, 8)),
-    "llm-foundry BF16 H100": Calibration(("MPT-7b", 2048, 8), ("MPT-7b", 65536, 8)),
-    "llm-foundry FP8 H100": Calibration(("MPT-3b", 2048, 8), ("MPT-3b", 32768, 8)),
-    "torchtitan eager BF16": Calibration(_LLAMA_8B),
-    "torchtitan compile BF16": Calibration(_LLAMA_8B),
-    "torchtitan compile FP8": Calibration(_LLAMA_8B, ("LLAMA3_8B", 32768, 8)),
-    "Megatron FP16 A100": Calibration(("megatron-22B", 2048, 8)),
-    "Megatron FP8 H100": Calibration(_LLAMA_8B, experts=("Qwen3_30B_a3B", 4096, 16)),
-    "Megatron FP8 B200": Calibration(_LLAMA_8B),
-    "Megatron FP8 GB200": Calibration(_LLAMA_8B),
-    "Megatron MXFP8 B200": Calibration("Megatron FP8 B200", experts=_QWEN_30B),
-    "Megatron MXFP8 GB200": Calibration(_LLAMA_70B, experts=_QWEN_30B),
-    "Megatron NVFP4 GB200": Calibration(_LLAMA_70B),
-    "Megatron BF16 H100": Calibration("llm-foundry BF16 H100"),
-    "Megatron BF16 B200": Calibration("Megatron MXFP8 B200"),
-    "Megatron BF16 GB200": Calibration("Megatron MXFP8 GB200"),
-    "Meta BF16 H100": Calibration("llm-foundry BF16 H100"),
-}
-"""By the name that :func:`stack_name` returns. Rows of other stacks take the shares of the most similar one."""
 _MEGATRON = ("megatron", "nemo")
 """How the names of frameworks begin whose kernels and communication are Megatron's."""
-_WIDTH = re.compile(r"F\D*(\d+)")
+_BITS = re.compile(r"F[^\d\s]*(\d+)", re.IGNORECASE)
 """Finds the bits of ``BF16``, ``MXFP8`` and their like."""
+_OF_BITS: Mapping[int, Precision] = {16: "bf16", 8: "fp8", 4: "fp4"}
+
+
+@dataclass(frozen=True, order=True)
+class Setup:
+    """What has one factor: software, the precision of products, and a device without the size of its memory."""
+
+    software: str
+    precision: str
+    device: str
+
+    @property
+    def bits(self) -> int:
+        """The bits of a factor of products."""
+        found = _BITS.search(self.precision)
+        return int(found[1]) if found else 0
+
+    @property
+    def generation(self) -> str:
+        """The letter of the device's generation, as in ``H100`` or ``GB200``."""
+        return self.device.removeprefix("G")[:1]
+
+    def __str__(self) -> str:
+        return f"{self.software} {self.precision} {self.device}"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -113,55 +87,22 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def stack_name(row: Row) -> str:
-    """Return the stack of software of a row."""
-    precision, gpu = row["precision"].removesuffix("-CS"), row["gpu"].split("-")[0]
-    precision = "MXFP8" if precision == "FP8-MX" else precision
-    if row["framework"] == "torchtitan":
-        return f"torchtitan {'compile' if 'compile' in row['options'] else 'eager'} {precision}"
-    framework = "Megatron" if row["framework"].lower().startswith(_MEGATRON) else row["framework"]
-    return f"{framework} {precision} {gpu}"
-
-
-def known_stack(name: str) -> str:
-    """Return the stack itself if its shares are known, or the most similar one."""
-    return name if name in CALIBRATIONS else _most_similar(name, CALIBRATIONS)
-
-
-def other_stack(name: str) -> str:
-    """Return the most similar stack whose shares come from no row of this one."""
-    own = _origin(name)
-    return _most_similar(name, [other for other in CALIBRATIONS if _origin(other) != own])
-
-
-def _origin(name: str) -> str:
-    """Return the stack whose row the share in products comes from."""
-    rule = CALIBRATIONS.get(name)
-    return _origin(rule.products) if rule is not None and isinstance(rule.products, str) else name
-
-
-def _most_similar(name: str, known: Iterable[str]) -> str:
-    """Return one of the same framework, if there is one; then as wide in its products; then on the nearest device."""
-
-    def likeness(other: str) -> tuple[object, ...]:
-        words, others = name.split(), other.split()
-        same_width = _WIDTH.findall(name) == _WIDTH.findall(other)
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words[-1], others[-1], strict=False))
-        return words[0] == others[0], same_width, len([*same]), len({*words} & {*others})
-
-    return max(known, key=likeness)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A published run as the cost model sees it. ``measured``: its tokens in a second on a device."""
+    """A published run as the cost model sees it.
+
+    Attributes:
+        measured: its tokens in a second on a device.
+        is_known: whether others are calibrated by it.
+    """
 
     row: Row
-    stack: str
+    setup: Setup
     work: ModelWork
     step: Step
     cluster: Cluster
     measured: float
+    is_known: bool
 
     @property
     def devices(self) -> int:
@@ -174,9 +115,9 @@ class Run:
         return self.work.layer.experts > 0
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        """What :class:`Calibration` names it by."""
-        return self.row["model"], int(self.row["seq"]), self.devices
+    def family(self) -> str:
+        """The first word of the name of a model with experts; empty for dense ones, which have one factor."""
+        return re.split(r"[\W_]", self.row["model"].strip().lower())[0] if self.is_sparse else ""
 
     def time(self, stack: Stack) -> StepTime:
         """Return the predicted time of its step."""
@@ -184,7 +125,40 @@ class Run:
 
     def predicted(self, stack: Stack) -> float:
         """Return the predicted tokens in a second on a device."""
-        return self.step.samples * self.work.tokens / self.devices / self.time(stack).total
+        return self._tokens / self.time(stack).total
+
+    @property
+    def seconds(self) -> float:
+        """The measured time of its step."""
+        return self._tokens / self.measured
+
+    @property
+    def _tokens(self) -> float:
+        return self.step.samples * self.work.tokens / self.devices
+
+    def error(self, stack: Stack) -> float:
+        """Return the relative error of that."""
+        return self.predicted(stack) / self.measured - 1
+
+    def unlike(self, other: Run) -> float:
+        """Return how far it is from another in what shares of the peak rate depend on."""
+        mine, theirs = self._sizes, other._sizes
+        return math.fsum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
+
+    @property
+    def _sizes(self) -> tuple[float, ...]:
+        hidden = self.work.layer.output_bytes / self.work.tokens
+        rows = self.step.rows * self.work.tokens / self.step.mesh.context
+        return rows, hidden, self.step.mesh.tensor, math.sqrt(self.work.tokens), 1 + 3 * self.step.recompute
+
+
+def _setup(row: Row, device: str) -> Setup:
+    name, options = row["framework"].strip() or "unknown", row["options"].lower()
+    software = "Megatron" if name.lower().startswith(_MEGATRON) else name
+    how = next((f" {word}" for word in ("compile", "eager") if word in options), "")
+    precision = row["precision"].strip().upper().replace("FLOAT", "FP").removesuffix("-CS")
+    precision = {"FP8-MX": "MXFP8", "MX-FP8": "MXFP8", "FP16": "BF16"}.get(precision, precision)
+    return Setup(software + how, precision, device.split("-")[0])
 
 
 def as_run(row: Row, tables: Tables) -> Run:
@@ -194,38 +168,48 @@ def as_run(row: Row, tables: Tables) -> Run:
         ConfigError: the device is unknown.
         ValueError: a number of the row is none.
     """
-    for column in _COUNTS:
-        if not 1 <= int(row[column]) <= _MOST:
-            raise ValueError(f"{column}={row[column]}: expected a whole number of at least 1")
+    for column, least in {**dict.fromkeys(_COUNTS, 1), "experts": 0, "active": 0}.items():
+        if not least <= int(row[column]) <= _MOST:
+            raise ValueError(f"{column}={row[column]}: expected a whole number of at least {least}")
+    experts, active, kv_heads = int(row["experts"]), int(row["active"]), int(row["kv_heads"])
+    if not min(1, experts) <= active <= experts:
+        raise ValueError(f"active={active}: of experts={experts}, a token uses one at least and all at most")
     tensor, pipeline, context, shard, expert = (int(row[k]) for k in ("tp", "pp", "cp", "shard", "ep"))
     devices, tokens, hidden, heads = (int(row[k]) for k in ("gpus", "seq", "hidden", "heads"))
+    cluster, options, name = _cluster(row["gpu"].strip(), devices, tables), row["options"], row["model"].strip().lower()
+    setup = _setup(row, cluster.name)
     is_titan, is_foundry = row["framework"] == "torchtitan", row["framework"] == "llm-foundry"
+    if not kv_heads <= heads <= hidden:
+        raise ValueError(f"heads={heads}: expected kv_heads={kv_heads} at least and hidden={hidden} at most")
     replicas = devices // (tensor * pipeline * context)
-    rows = 1.0 if is_titan and pipeline > 1 else _number(row["mbs"], 1.0)
-    passes = max(1.0, int(row["gbs"]) / replicas / rows)
-    chunks = int(_number(row["vp"], 4 if row["vp"] == "?" else 2))
-    if "Interleaved" in row["options"]:
-        chunks = 2
-    precision = _precision(row)
+    if replicas < 1:
+        raise ValueError(f"gpus={devices}: tp, pp and cp need more")
+    a_replica = int(row["gbs"]) / replicas
+    # torchtitan divides the batch of a replica into as many micro-batches as there are ranks of the pipeline, unless
+    # it is told otherwise (`pipeline_parallel_microbatches`).
+    usual = max(1.0, a_replica / pipeline) if is_titan and pipeline > 1 else 1.0
+    rows = min(_number(row, "mbs", usual), max(1.0, a_replica))
+    passes = max(1.0, a_replica / rows)
+    chunks = 2 if "Interleaved" in options else int(_number(row, "vp", 4 if row["vp"] == "?" else 2))
+    precision = _precision(setup)
     again, attention_again = _RECOMPUTED.get(row["recompute"], (0.0, 0.0))
-    per_node = 64 if row["gpu"].startswith("GB") else 8
-    gpu, name = re.sub(r"(?<=\d)GB$", "G", row["gpu"]), row["model"].lower()
-    gpu = "A100" if gpu == "A100-80G" else gpu
     model = Transformer(
         layers=int(row["layers"]),
         hidden=hidden,
         inner=int(row["ffn"]),
         heads=heads,
-        kv_heads=int(row["kv_heads"]),
+        kv_heads=kv_heads,
         head=128 if name.startswith(("qwen", "llama")) else 64 if "oss" in name else hidden // heads,
         vocabulary=int(row["vocab"]),
         gated=row["glu"] == "1",
-        experts=int(row["experts"]),
-        active=int(row["active"]),
-        causal=1.0 if is_foundry or row["gpu"].startswith("A100-80G") else 0.5,
+        experts=experts,
+        active=active,
+        causal=1.0 if is_foundry or row.get("date", "").startswith("2022") else 0.5,
     )
     work = model.work(tokens)
-    gathered, summed = 1.0 if precision != "bf16" and is_titan else 2.0, 2.0 if "PURE" in row["options"] else 4.0
+    if row.get("moved"):
+        work = replace(work, layer=replace(work.layer, moved_bytes=tokens * _number(row, "moved")))
+    gathered, summed = 1.0 if precision != "bf16" and is_titan else 2.0, 2.0 if "PURE" in options else 4.0
     step = Step(
         mesh=Mesh(
             pipeline=pipeline,
@@ -250,135 +234,50 @@ def as_run(row: Row, tables: Tables) -> Run:
         gathered_bytes=gathered,
         summed_bytes=summed,
         exchanged_bytes=gathered + summed,
-        overlaps_tensor=0.55 if "AsyncTP" in row["options"] or "overlap" in row["options"] else 0.0,
+        overlaps_tensor=0.55 if "AsyncTP" in options or "overlap" in options else 0.0,
     )
     if row["tokens_s_gpu"]:
-        measured = float(row["tokens_s_gpu"])
+        measured = _number(row, "tokens_s_gpu")
     else:
-        measured = float(row["tflops_gpu"]) * 1e12 / (replace(model, causal=0.5).work(tokens).step_flops / tokens)
-    nodes = max(1, devices // per_node)
-    cluster = parse_cluster(f"{nodes}x{min(per_node, devices)}x{gpu}", tables)
-    return Run(row=row, stack=stack_name(row), work=work, step=step, cluster=cluster, measured=measured)
+        flops = replace(model, causal=0.5).work(tokens).step_flops / tokens
+        measured = _number(row, "tflops_gpu") * 1e12 / flops
+    return Run(
+        row=row,
+        setup=setup,
+        work=work,
+        step=step,
+        cluster=cluster,
+        measured=measured,
+        is_known=row.get("known", "").strip() not in ("", "0"),
+    )
 
 
-def _number(text: str, otherwise: float) -> float:
+def _cluster(gpu: str, devices: int, tables: Tables) -> Cluster:
+    """Return the devices of a row, whose name may have the size of its memory, as in ``A100-80G``."""
+    if not gpu:
+        raise ValueError("gpu=: expected the name of a device, as in H100")
+    memory = re.search(r"(\d+) ?G", gpu)
+    name = gpu if gpu in tables.devices else name_of_gpu(gpu, float(memory[1]) if memory else 0.0, tables) or gpu
+    each = min(64 if name.startswith("GB") else 8, devices)
+    return parse_cluster(f"{math.ceil(devices / each)}x{each}x{name}", tables)
+
+
+def _number(row: Row, column: str, otherwise: float | None = None) -> float:
+    """Return a number above 0, or ``otherwise`` if there is none, as in ``?``."""
     try:
-        return float(text)
+        found = float(row[column])
     except ValueError:
-        return otherwise
+        if otherwise is not None:
+            return otherwise
+        found = 0.0
+    if not 0 < found <= _MOST:
+        raise ValueError(f"{column}={row[column]}: expected a number above 0")
+    return found
 
 
-def _precision(row: Row) -> Precision:
-    return "fp4" if "FP4" in row["precision"] else "fp8" if "FP8" in row["precision"] else "bf16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A run and its prediction.
-
-    Attributes:
-        predicted: tokens in a second on a device.
-        tuned: whether the shares of a stack come from this row.
-        known: the stack whose shares it took.
-        unseen: the same as ``predicted``, with the shares of the most similar other stack.
-    """
-
-    run: Run
-    predicted: float
-    tuned: bool
-    known: str
-    unseen: float
-
-    @property
-    def error(self) -> float:
-        """The relative error of the prediction."""
-        return self.predicted / self.run.measured - 1
-
-    @property
-    def unseen_error(self) -> float:
-        """The relative error without any row of its stack."""
-        return self.unseen / self.run.measured - 1
-
-
-def calibrated(name: str, runs: Sequence[Run]) -> tuple[Stack, list[Run]]:
-    """Return the shares of a stack, and the runs that they come from.
-
-    Args:
-        runs: the runs among which the rows of its calibration are.
-    """
-    rule = CALIBRATIONS[name]
-    own = [run for run in runs if run.stack == name]
-
-    def row(key: tuple[str, int, int] | None) -> Run | None:
-        return next((run for run in own if run.key == key), None)
-
-    moved = 1.0 if "eager" in name or "foundry" in name else FUSED
-    if isinstance(rule.products, str):
-        stack, base = replace(calibrated(rule.products, runs)[0], moved=moved), None
-    else:
-        stack, base = Stack(products=0.5, attention=USUAL_ATTENTION, moved=moved), row(rule.products)
-    long, sparse = row(rule.attention), row(rule.experts)
-    for _ in range(8 if base and long else 1):
-        if base is not None:
-            stack = fitted(base.predicted, base.measured, stack, lambda stack, share: replace(stack, products=share))
-        if long is not None:
-            stack = fitted(long.predicted, long.measured, stack, lambda stack, share: replace(stack, attention=share))
-    if sparse is not None:
-        stack = fitted(
-            sparse.predicted,
-            sparse.measured,
-            stack,
-            lambda stack, share: replace(stack, dispatch_s=0.05 * (1 - share)),
-        )
-    return stack, [run for run in (base, long, sparse) if run is not None]
-
-
-def fitted(
-    speed: Callable[[Stack], float], measured: float, stack: Stack, change: Callable[[Stack, float], Stack]
-) -> Stack:
-    """Return ``stack`` with the share between 0 and 1 at which the predicted speed is the measured one, or nearest."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if speed(change(stack, middle)) < measured else (low, middle)
-    return change(stack, low or high)
-
-
-def stack_for(device: str, *, compiled: bool) -> Stack:
-    """Return the shares that plain PyTorch reaches in published runs on a device like this one.
-
-    Args:
-        compiled: whether the blocks of the model are compiled.
-    """
-    if device.startswith("A100"):
-        stack, _ = _calibrated("llm-foundry BF16 A100")
-        return replace(stack, moved=FUSED if compiled else 1.0)
-    stack, _ = _calibrated(f"torchtitan {'compile' if compiled else 'eager'} BF16")
-    return stack
-
-
-def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
-    """Predict the rows.
-
-    Raises:
-        ConfigError: a row is damaged, or there is none.
-    """
-    found = []
-    for number, row in enumerate(rows, 1):
-        try:
-            run = as_run(row, tables)
-            known = known_stack(run.stack)
-            stack, tuned_on = _calibrated(known)
-            predicted, unseen = run.predicted(stack), run.predicted(_calibrated(other_stack(run.stack))[0])
-            if not (0 < run.measured < math.inf and 0 < predicted < math.inf):
-                raise ValueError("its tokens per second are no positive number")
-        except (ValueError, ArithmeticError, TypeError) as e:
-            reason = f"--published: row {number} ({row['model']}) cannot be read: {e}; compare it with {PUBLISHED.name}"
-            raise ConfigError([reason]) from e
-        tuned = any(run.row == other.row for other in tuned_on)
-        found.append(Compared(run=run, predicted=predicted, tuned=tuned, known=known, unseen=unseen))
-    if not found:
-        raise ConfigError([f"--published: the file has no rows; {PUBLISHED.name} in the package is an example"])
+def _precision(setup: Setup) -> Precision:
+    if (found := _OF_BITS.get(setup.bits)) is None:
+        raise ValueError(f"precision={setup.precision}: expected products in 16, 8 or 4 bits, as in BF16, FP8 or NVFP4")
     return found
 
 
@@ -387,51 +286,3 @@ def published_runs() -> tuple[Run, ...]:
     """The runs that come with this package."""
     tables = read_tables()
     return tuple(as_run(row, tables) for row in read_rows(PUBLISHED))
-
-
-@functools.cache
-def _calibrated(name: str) -> tuple[Stack, list[Run]]:
-    return calibrated(name, published_runs())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """The errors of predictions.
-
-    Attributes:
-        median: of the absolute relative errors.
-        mean: of the same.
-        ninth: what nine of ten of these do not exceed.
-        worst: the largest.
-        low: nine of ten runs are at least so fast, relative to their predictions, and at most ``high``.
-        high: see ``low``.
-    """
-
-    count: int
-    median: float
-    mean: float
-    ninth: float
-    worst: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, compared: Sequence[Compared], *, unseen: bool = False) -> Spread:
-        """Return that of some predictions.
-
-        Args:
-            compared: with some that nothing was tuned on; the others count only if ``unseen``.
-            unseen: whether no row of a stack is known when its rows are predicted, as in a new program.
-        """
-        found = [c.unseen_error for c in compared] if unseen else [c.error for c in compared if not c.tuned]
-        errors, speeds = sorted(map(abs, found)), sorted(1 / (1 + error) for error in found)
-        beyond = int(0.05 * (len(speeds) - 1))
-        return cls(
-            count=len(errors),
-            median=statistics.median(errors),
-            mean=statistics.mean(errors),
-            ninth=errors[int(0.9 * (len(errors) - 1))],
-            worst=errors[-1],
-            low=speeds[beyond],
-            high=speeds[-1 - beyond],
-        )

@@ -72,6 +72,11 @@ class MetricSpec:
         return Metric(value, self.reduce, self)
 
 
+def wait_metric(operation: str) -> MetricSpec:
+    """Return the metric of the time that a step waits for an operation with other ranks."""
+    return MetricSpec(name=f"perf/{operation}_ms", reduce="mean", format="{:.3g}")
+
+
 @dataclass(frozen=True)
 class Metric:
     """One rank's value of a metric. ``spec`` is None for a metric that is only logged."""

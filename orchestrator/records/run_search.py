@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,19 @@ from orchestrator.storage.remote import is_url
 DEFAULT_OUTPUT_DIR = "outputs"
 NEWEST = "last"
 """What a user types for the newest run."""
+SUBMISSION_TAG = "submission"
+"""The tag of a run with the id of the submitted job that has started it."""
+_ID_SUFFIX = re.compile(r"-\d{4}-\d{6}-[0-9a-f]{4}$")
+"""What ``orchestrator submit`` adds to the name of a run."""
 
 
 class NoSuchRunError(ValueError):
     """No run is named as the user has typed it."""
+
+
+def in_job_id(text: str) -> str:
+    """Return ``text`` with the characters that the id of a submitted job may have."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
 
 
 def submitted_base_dir() -> Path:
@@ -79,25 +89,53 @@ class RunSearch:
         """Return the run that a user names, with its present record.
 
         Args:
-            text: a path, a URL, ``<date>/<time>-<name>`` or ``<time>-<name>`` below one of the directories, or ``last``
-                for the newest run there.
-            trained: whether ``last`` passes over runs that have only evaluated another.
+            text: a path, a URL, or what :meth:`named` takes; or ``last`` for the newest run.
+            trained: whether names and ``last`` pass over runs that leave no model.
 
         Raises:
             NoSuchRunError: there is no such run.
             StorageError: a store cannot be used.
         """
         if text == NEWEST:
-            runs = (run for run in self.runs() if not (trained and run.read_record().get("evaluated")))
+            runs = (run for run in self.runs() if not trained or leaves_model(run.read_record()))
             found = next(runs, None)
         elif (found := find_run(text)) is None and not is_url(text):
-            names = [(name, output) for output in self.outputs for name in output.names()]
-            named = [(n, output) for n, output in names if text in (n, n.partition("/")[2])]
-            newest_first = sorted(named, key=lambda found: found[0], reverse=True)
-            found = next(filter(None, (output.find(name) for name, output in newest_first)), None)
+            found = next(self.named(text, trained=trained), None)
         if found is None:
             raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them")
         return found
+
+    def named(self, text: str, *, trained: bool = False) -> Iterator[RunDir]:
+        """Yield the runs that ``text`` means, the newest first, each with its present record.
+
+        Args:
+            text: ``<date>/<time>-<name>`` or ``<time>-<name>``; otherwise, if no directory is called so, the name of
+                runs, or the id of the submitted job that has started them.
+            trained: whether names pass over runs that leave no model.
+
+        Raises:
+            StorageError: a store cannot be used.
+        """
+        newest_first = sorted(((n, o) for o in self.outputs for n in o.names()), key=lambda n: n[0], reverse=True)
+        exact = [(name, output) for name, output in newest_first if text in (name, name.partition("/")[2])]
+        name = in_job_id(_ID_SUFFIX.sub("", text))
+        for directory, output in exact or [n for n in newest_first if f"-{name}" in in_job_id(n[0])]:
+            if (run := output.find(directory)) is not None and (exact or _is_called(run, text, trained=trained)):
+                yield run
+
+
+def _is_called(run_dir: RunDir, text: str, *, trained: bool) -> bool:
+    try:
+        record = run_dir.read_record()
+    except (OSError, ValueError):  # an unreadable run is left alone
+        return False
+    called = (record.get("name"), record.get("tags", {}).get(SUBMISSION_TAG))
+    return text in called and (not trained or leaves_model(record))
+
+
+def leaves_model(record: Mapping[str, Any]) -> bool:
+    """Return whether a run has not only evaluated another, or looked for a learning rate."""
+    return not record.get("evaluated") and (record.get("params") or {}).get("train.lr_range") is None
 
 
 def active_namesakes(run_dir: RunDir) -> Mapping[str, str]:

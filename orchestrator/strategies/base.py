@@ -112,11 +112,6 @@ class Strategy(abc.ABC):
     # On the driver, before anything starts
 
     @classmethod
-    def outline_of_worker(cls, config: Config, outline: Outline, plan: Plan) -> Outline:
-        """Return what a worker computes of the model, before it is divided into shards and stages."""
-        return outline
-
-    @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
         """Return the bytes that a worker gathers from others at the same time, for a model without memory."""
         return 0.0
@@ -176,12 +171,15 @@ class Strategy(abc.ABC):
     def sync_initial_state(self) -> None:
         """Give all ranks the same initial values, in case the model's constructor ignores the seed."""
 
-    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+    def compare_with_whole(
+        self, train_set: Dataset[Any], *, known: Callable[[str], bool], is_cut: Callable[[], bool]
+    ) -> Compared:
         """Compare what the ranks compute of some samples with the whole model, if that can be. All ranks call this.
 
         Args:
             train_set: the samples.
             known: returns on the first rank whether a model was compared before, given what it is made of.
+            is_cut: returns on the first rank whether the run stops, so that nothing more is compared.
 
         Raises:
             JobError: the ranks would train another model.

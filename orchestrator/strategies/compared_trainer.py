@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
 from orchestrator.model.precision import Precision
-from orchestrator.state.model_state import own_tensors
+from orchestrator.planning.mesh import TOGETHER
 from orchestrator.strategies.base import Compared, Strategy
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, SumCheck, evaluation_metrics
@@ -52,15 +52,17 @@ class ComparedTrainer(Strategy):
     def on_device(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the target of a batch on the device, the inputs in the model's dtype."""
 
-    def compare_with_whole(self, train_set: Dataset[Any], *, known: Callable[[str], bool]) -> Compared:
+    def compare_with_whole(
+        self, train_set: Dataset[Any], *, known: Callable[[str], bool], is_cut: Callable[[], bool]
+    ) -> Compared:
         if not self.compares_whole or self.context.mesh.world_size == 1:
             return Compared()
-        return compare_with_whole(self, train_set, known=known)
+        return compare_with_whole(self, train_set, known=known, is_cut=is_cut)
 
     @property
-    def compares_training(self) -> bool:
-        """Whether one worker could compute the same loss of the same parts of a batch."""
-        return True
+    def compares_together(self) -> bool:
+        """Whether layers see the samples of all replicas at once, as those of ``strategy.sync_batchnorm`` do."""
+        return False
 
     @property
     def compared_slices(self) -> tuple[int, int, int]:
@@ -119,10 +121,6 @@ class ComparedTrainer(Strategy):
         finally:
             self.context = context
 
-    def whole_values(self) -> Mapping[str, Tensor] | None:
-        """Return parameters and buffers of the whole model, by name, on the first rank. Collective."""
-        return own_tensors(self.own_model) if self.own_model is not None else self.gather_model()
-
     def share_parameters(self) -> None:
         """Give what passes use the values of the parameters, if these are not the same. Collective."""
 
@@ -134,7 +132,7 @@ class ComparedTrainer(Strategy):
         """The keys that divide the model, or its samples, as typed on the command line."""
         options, mesh = self.context.options, self.context.mesh
         keys = [f"strategy={options.name}"]
-        keys += [f"strategy.{d}={mesh.size(d)}" for d in ("tensor", "context") if mesh.size(d) > 1]
+        keys += [f"strategy.{d}={mesh.size(d)}" for d in reversed(TOGETHER) if mesh.size(d) > 1]
         return " ".join([*keys, "strategy.sequence=true"] if getattr(options, "sequence", False) else keys)
 
     @property

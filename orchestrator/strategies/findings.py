@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from orchestrator.model.proving import NEGLIGIBLE, TOLERANCE
 from orchestrator.strategies.undivided import EVALUATION, NORM, Passed
+from orchestrator.strategies.whole_exchange import dense, distance, largest_of, relative
 
 FACTOR = 8
 """By how much more than the largest effect of another rounding something may differ."""
@@ -35,47 +35,29 @@ class Apart:
         return self.kind == "gradient" or self.name == NORM
 
 
-def difference(found: Tensor, wanted: Tensor, whole: Tensor, *, scale: float = 0.0) -> float:
-    """Return the largest difference of two parts of a tensor, relative to the largest entry of the ``whole`` one.
-
-    Infinite for other shapes, and for what is no number.
-
-    Args:
-        found, wanted: the parts.
-        whole: the tensor that was to be found.
-        scale: the largest entry of what is compared beside it.
-    """
-    if found.shape != wanted.shape:
-        return math.inf
-    if not wanted.numel():
-        return 0.0
-    exact = wanted.to_dense() if wanted.is_sparse else wanted
-    if not exact.is_floating_point() and not exact.is_complex():
-        return 0.0 if found.equal(exact.to(found.dtype)) else math.inf
-    apart = float((found.to(exact.dtype) - exact).abs().max())
-    largest = max(float(whole.abs().max()), scale * NEGLIGIBLE / TOLERANCE)
-    return _relative(apart, largest)
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference of two tensors, relative to the largest entry of what is ``wanted``."""
+    found, wanted = dense(found), dense(wanted)
+    return relative(distance(found, wanted), largest_of(wanted))
 
 
 def apart_from(expected: Passed, found: Passed, one: Apart) -> float:
     """Return by how much another pass through the whole model makes something differ, as ``one`` does."""
-    if one.kind == "figure":
-        return figure_apart(found.figures.get(one.name), expected.figures[one.name])
-    of = [passed.gradients if one.kind == "gradient" else passed.buffers for passed in (expected, found)]
-    wanted, other = (tensors.get(one.name) for tensors in of)
+    match one.kind:
+        case "figure":
+            return figure_apart(found.figures.get(one.name), expected.figures[one.name])
+        case "gradient":
+            assert found.gradients is not None
+            return found.gradients.differences.get(one.name, 0.0)
+    wanted, other = expected.buffers.get(one.name), found.buffers.get(one.name)
     if wanted is None or other is None:
         return 0.0 if wanted is other else math.inf
-    return difference(other, wanted, wanted, scale=largest_of(expected.gradients) if one.kind == "gradient" else 0.0)
+    return difference(other, wanted)
 
 
 def figure_apart(found: float | None, wanted: float) -> float:
     """Return the relative difference of two numbers."""
-    return math.inf if found is None else _relative(abs(found - wanted), abs(wanted))
-
-
-def largest_of(gradients: Mapping[str, Tensor]) -> float:
-    """Return the largest entry of all gradients."""
-    return max((float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel()), default=0.0)
+    return math.inf if found is None else relative(abs(found - wanted), abs(wanted))
 
 
 def figures_of(ranks: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
@@ -131,8 +113,3 @@ def text_of(
 
 def _share(by: float) -> str:
     return f"{by:.1%} of its largest entry" if math.isfinite(by) else "what is no number"
-
-
-def _relative(apart: float, largest: float) -> float:
-    relative = apart / largest if largest else apart
-    return relative if relative == relative else math.inf

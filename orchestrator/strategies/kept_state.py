@@ -57,7 +57,7 @@ class _Attributes:
     def __init__(self, own: dict[str, Any]):
         self._own = own
         self._before = {name: value for name, value in own.items() if name not in _OF_TORCH}
-        containers = [value for value in self._before.values() if type(value) in (list, dict, set, deque)]
+        containers = [v for v in self._before.values() if type(v) in (list, dict, set, deque) or _is_array(v)]
         self._contents = [(container, container.copy()) for container in containers]
 
     def restore(self) -> None:
@@ -65,5 +65,13 @@ class _Attributes:
             del self._own[name]
         self._own.update(self._before)
         for container, content in self._contents:
+            if _is_array(container):
+                container[...] = content
+                continue
             container.clear()
             getattr(container, "extend" if isinstance(container, (list, deque)) else "update")(content)
+
+
+def _is_array(value: object) -> bool:
+    """Return whether a value is an array of NumPy, which need not be installed."""
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"

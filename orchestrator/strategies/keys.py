@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from orchestrator.config.build import option
 from orchestrator.config.schema import StrategyConfig
+from orchestrator.planning.mesh import TOGETHER
 from orchestrator.tuning.choice import StrategyName
 
 Pairs = Literal["auto"] | tuple[str, ...]
@@ -35,9 +36,9 @@ class TensorConfig(StrategyConfig):
     )
 
     @property
-    def group_sizes(self) -> Mapping[str, int]:
+    def group_sizes(self) -> Mapping[str, Any]:
         """The numbers of workers that compute the same samples together, by dimension."""
-        return {"tensor": self.tensor}
+        return {dimension: getattr(self, dimension) for dimension in TOGETHER if hasattr(self, dimension)}
 
     @property
     def group_size(self) -> int:
@@ -66,10 +67,6 @@ class ContextConfig(TensorConfig):
     """How the tokens of a sample are divided."""
 
     context: int = option("workers that the tokens of each sample are divided over", minimum=1)
-
-    @property
-    def group_sizes(self) -> Mapping[str, int]:
-        return {"context": self.context, **super().group_sizes}
 
 
 @dataclass(frozen=True, kw_only=True)

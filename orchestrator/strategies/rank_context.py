@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from orchestrator.config.schema import StrategyConfig, TrainConfig
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import TOGETHER, Mesh
 from orchestrator.planning.schedules import PipelineLayout
 
 
@@ -47,8 +47,7 @@ class Context:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank reports the samples that it computes, as the first of those that do so together."""
-        coords = self.mesh.coords(self.global_rank)
-        return coords.context == coords.tensor == 0
+        return self.mesh.place(TOGETHER, self.global_rank)[0] == 0
 
     @property
     def pp_rank(self) -> int:

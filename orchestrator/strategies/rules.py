@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import abc
 
-import torch
-from torch import nn
-
-from orchestrator.compat.modules import own_buffers
 from orchestrator.config.schema import Config
-from orchestrator.config.text import did_you_mean, first_few, to_cli
-from orchestrator.job import Job, has_training_step
-from orchestrator.model.tensor_slots import sparse_error, tensor_slots
+from orchestrator.job import Job
 from orchestrator.planning.layout import Keys, LayoutRules
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.state.model_state import saving_errors
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.constructor import Outline, lazy_names
-from orchestrator.strategies.measure.metric_objects import metric_object_errors
-from orchestrator.strategies.memory_plan import memory_notes
-from orchestrator.strategies.optimizer_trials import check_whole_tensors, optimizer_errors
+from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.training_step import training_step_errors
-from orchestrator.strategies.transforms.blocks import blocks_note
-from orchestrator.strategies.update.gradients import backward_hooks_note
-from orchestrator.strategies.update.job_optimizer import check_optimizer
 
 
 class Rules(LayoutRules[Keys], abc.ABC):
@@ -51,95 +37,17 @@ class Rules(LayoutRules[Keys], abc.ABC):
         Returns:
             Notes for the user, printed with the plan.
         """
-        options, outline = cls.keys(config.strategy), Outline(job, config.train)
-        trainer = cls.trainer(options, plan.mesh, job)
-        errors += metric_object_errors(job, config.train.eval_splits)
-        if has_training_step(job):
-            errors += training_step_errors(config, outline, supported=trainer.runs_training_step)
-            if not trainer.runs_training_step:
-                return ()
-        if config.train.compile is not False and (reason := trainer.why_not_compiled(plan)) is not None:
-            errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
-        model = outline.model
-        if model is not None and (lazy := lazy_names(model)):
-            errors.append(
-                f"job.model(): {first_few(lazy, 2)} have no shape before the first call, and optimizers, stages and "
-                "checkpoints need it; give the sizes, as in nn.Linear(in_features, out_features), or call the model "
-                "once in Job.model"
-            )
-            return ()
-        if model is not None and not has_training_step(job) and (refused := check_optimizer(job, model, config)):
-            errors += refused
-            return ()
-        if job.carried:
-            errors += carried_errors(config, job, model)
-        in_memory = _memory_errors(config, outline, plan, trainer)
-        errors += in_memory
-        notes = [] if in_memory else [*cls.check_job(config, outline, plan, errors)]
-        division = cls.division(options, plan.mesh)
-        if not errors and division is not None and model is not None and not has_training_step(job):
-            of_worker = trainer.outline_of_worker(config, outline, plan)
-            gathered = trainer.gathered_bytes(config, plan.mesh, of_worker.model or model)
-            notes += memory_notes(config, of_worker, plan, division, gathered, errors)
-        if model is not None:
-            errors += saving_errors(model, in_parts=plan.mesh.is_divided)
-            if not errors and config.evaluate is None:
-                errors += optimizer_errors(config, job, plan, model)
-            if not errors and config.evaluate is None and plan.mesh.divides_tensors:
-                notes += check_whole_tensors(config, job, model, plan, errors)
-            notes += [n for n in (blocks_note(model, config.train), backward_hooks_note(model, plan)) if n is not None]
-        if config.train.init == "fast" and not plan.mesh.divides_tensors:
-            notes.append(f"train.init=fast has no effect: strategy={config.strategy.name} divides no tensors")
-        return tuple(notes)
+        from orchestrator.strategies.checks.job_checks import check_job  # which no rank needs
+
+        return check_job(cls, config, job, plan, errors)
+
+    @classmethod
+    def moves_parameters(cls, options: Keys, mesh: Mesh, job: Job) -> bool:
+        """Return whether ranks hold parameters, or parts of them, in other memory than ``job.model()`` gives them."""
+        return cls.trainer(options, mesh, job).moves_parameters
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         """Check what the trainer alone demands of the job: see :meth:`Strategy.check_job`."""
         trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
         return trainer.check_job(config, outline, plan, errors)
-
-
-def _memory_errors(config: Config, outline: Outline, plan: Plan, trainer: type[Strategy]) -> list[str]:
-    """Refuse tensors that share memory or are sparse, where tensors are moved or divided."""
-    if not trainer.moves_parameters and not plan.mesh.divides_tensors:
-        return []
-    sparse = [slot for slot in tensor_slots(outline.whole.model) if slot.tensor.layout is not torch.strided]
-    if sent := [s.name for s in sparse if plan.pipeline is not None or s.attribute in own_buffers(s.owner)]:
-        return [sparse_error(sent)]
-    if (overlap := outline.whole.overlap) is None:
-        return []
-    by = f"strategy={config.strategy.name}" if trainer.moves_parameters else "strategy.shard_optimizer=true"
-    return [
-        f"job.model(): {' and '.join(overlap)} share memory, and {by} would train them apart; use one parameter "
-        "for both, as in b.weight = a.weight, compute one from the other in forward(), or use strategy=ddp without "
-        "strategy.shard_optimizer"
-    ]
-
-
-def carried_errors(config: Config, job: Job, model: nn.Module | None) -> list[str]:
-    """Return why a run cannot carry the buffers in ``job.carried``. ``model``: None if it is not known here."""
-    train = config.train
-    what = f"Job.carried: row i of {', '.join(job.carried)} belongs to row i of every batch"
-    if config.strategy.name != "single":
-        return [f"strategy={config.strategy.name}: {what}, and workers divide batches; use strategy=single"]
-    errors = []
-    if train.grad_accumulation > 1:
-        errors.append(f"train.grad_accumulation={train.grad_accumulation}: {what}, and slices are parts of it; set 1")
-    if train.activation_checkpointing != "none":
-        errors.append(
-            f"train.activation_checkpointing={train.activation_checkpointing}: {what}, and a block that is computed "
-            "again would begin with its own result; set none"
-        )
-    buffers = {} if model is None else dict(model.named_buffers())
-    saved = () if model is None else model.state_dict()
-    for name in () if model is None else job.carried:
-        if name not in buffers:
-            errors.append(f"Job.carried: the model has no buffer {name}; {did_you_mean(name, buffers)}")
-        elif name not in saved:
-            errors.append(f"Job.carried: the buffer {name} is in no checkpoint; register it with persistent=True")
-        elif (shape := tuple(buffers[name].shape))[:1] != (train.global_batch_size,):
-            errors.append(
-                f"train.global_batch_size={train.global_batch_size}: {what}, and {name} has the shape {list(shape)}; "
-                "make the first dimension this size"
-            )
-    return errors

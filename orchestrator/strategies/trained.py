@@ -84,7 +84,7 @@ class Trained:
         ``module`` returns the first of ``modules`` by default, and all of ``placements`` are whole.
         """
         train = context.train
-        epoch = steps_per_epoch(job, train_set, train.global_batch_size)
+        epoch = steps_per_epoch(job, train_set, train)
         for optimizer in optimizers.values():
             if context.device.type == "cuda":
                 fuse_updates(optimizer, sparse=sparse_parameters(modules))
@@ -105,7 +105,7 @@ class Trained:
         self.optimizer = cast(Optimizer, joined(optimizers))
         self.needs_whole = context.mesh.divides_tensors and type(self.optimizer) not in ELEMENTWISE
         to_training(self.optimizer)
-        self.scheduler = schedule_of(job, [*optimizers.values()], steps=train.steps, steps_per_epoch=epoch)
+        self.scheduler = schedule_of(job, [*optimizers.values()], train, steps_per_epoch=epoch)
         self.loss_scale = LossScale() if train.precision == "fp16" else None
         self.needs_closure = any(needs_closure(optimizer) for optimizer in optimizers.values())
         if self.needs_closure and (errors := closure_errors(self.optimizer, train, context.options)):

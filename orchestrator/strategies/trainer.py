@@ -16,7 +16,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from orchestrator.strategies.measure.job_metrics import (
     evaluation_metrics,
     train_metrics,
 )
+from orchestrator.strategies.passes import Passes
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.replicated.ddp_options import option_errors
@@ -58,9 +59,6 @@ from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.strategies.update.job_optimizer import Closure, evaluation_weights, optimizer_of
 from orchestrator.strategies.update.weight_average import averaged
 from orchestrator.strategies.whole_model import WholeModel
-
-if TYPE_CHECKING:
-    from orchestrator.strategies.pipelined.chain import Chain
 
 LOSS_SCALE = MetricSpec(name="train/loss_scale")
 
@@ -74,7 +72,7 @@ class Trainer(ComparedTrainer):
     passes_class: ClassVar[type[WholeModel]] = WholeModel
     """The passes that :meth:`setup` builds."""
 
-    passes: WholeModel | Chain
+    passes: Passes
     trained: Trained
     reduction: Reduction = Reduction()
     _warnings: tuple[str, ...] = ()

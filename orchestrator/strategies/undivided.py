@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,19 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import kept_generators, seed_generators
+from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
-from orchestrator.model.batch import map_tensors, rows_between
+from orchestrator.model.batch import join, map_tensors, rows_between, tensors_in
+from orchestrator.model.partial_init import build_part
 from orchestrator.model.precision import Precision
 from orchestrator.model.repeatable_passes import ExpectedNumbers
+from orchestrator.model.tensor_slots import move, tensor_slots
+from orchestrator.model.values_on_demand import ValuesOnDemand, without_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.model_state import own_tensors
+from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, EvalSums, evaluation_metrics
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, divisor_of
+from orchestrator.strategies.whole_exchange import Exchange, Gradients, dense
 from orchestrator.strategies.whole_model import WholeModel
 
 LOSS, EVALUATION, NORM = "loss", "evaluation", "norm of the gradient"
+COPIES = 4
+"""The whole model, its gradients, what is kept of it, and another part of each on its rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +48,21 @@ class Batches:
         counts: how many replicas have each of these.
         rows: the samples of a slice.
         parts: the micro-batches that a slice is cut into.
+        together: whether layers see the samples of all replicas at once.
     """
 
     replicas: Sequence[Sequence[tuple[Any, Any]]]
     counts: Sequence[int]
     rows: int
     parts: int
+    together: bool = False
+
+    def joined(self) -> Batches:
+        """Return them as those of one replica, whose slices have the samples of all."""
+        given = [self.of(number) for number, count in enumerate(self.counts) for _ in range(count)]
+        device = next((tensor.device for tensor in tensors_in(given)), torch.device("cpu"))
+        slices = [join(of_all, device) for of_all in zip(*given, strict=True)]
+        return replace(self, replicas=[slices], counts=[1], rows=self.rows * len(given))
 
     def of(self, replica: int) -> Sequence[tuple[Any, Any]]:
         """Return the slices of a replica, which passes may change."""
@@ -73,55 +90,113 @@ class Passed:
 
     Attributes:
         figures: the loss and the norm of the gradient, and loss and metrics of an evaluation, by name.
-        gradients: of the trained parameters, by their first names.
+        gradients: what is known of those of the trained parameters; None if only an evaluation was made.
         buffers: those that forward passes have changed, as the first replica leaves them.
         drew: whether random numbers were drawn, and replaced by their expected values.
     """
 
     figures: Mapping[str, float]
-    gradients: Mapping[str, Tensor]
+    gradients: Gradients | None
     buffers: Mapping[str, Tensor]
     drew: bool
 
 
-class Undivided:
-    """The whole model, with the values that the ranks have."""
+class CutShortError(Exception):
+    """The run stops before the passes are made."""
 
-    def __init__(self, job: Job, context: Context, precision: Precision, values: Mapping[str, Tensor]):
-        """Build it. ``values``: of its parameters and buffers, by name; others have initial values."""
+
+class Undivided:
+    """The whole model, with the values that the ranks have. Its gradients go to the ranks that have their parts."""
+
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        precision: Precision,
+        exchange: Exchange,
+        *,
+        is_cut: Callable[[], bool],
+        most_bytes: int,
+    ):
+        """Build it.
+
+        Args:
+            job: builds the model and defines the loss.
+            context: of the first rank.
+            precision: what passes compute in.
+            exchange: has the values, and takes the gradients.
+            is_cut: returns whether the run stops.
+            most_bytes: the memory for parameters, their gradients and copies. With less than these need, each
+                parameter has its values while it is used, and gradients are passed on in the backward passes.
+        """
         self._job = job
         self._context = replace(context, mesh=Mesh(), global_rank=0, pipeline=None)
+        self._exchange = exchange
+        self._is_cut = is_cut
+        self._rounding = 0.0, context.seed
+        self._on_demand: ValuesOnDemand | None = None
+        fits = COPIES * exchange.nbytes <= most_bytes
         with kept_generators(context.device):
-            self._whole = WholeModel(job, context, precision)
+            self._whole = WholeModel(job, context, precision, model=None if fits else self._without_values(precision))
         self.model = self._whole.model
-        own = own_tensors(self.model)
-        with torch.no_grad():
-            for name in values.keys() & own.keys():
-                own[name].copy_(values[name])
-        self._kept = KeptState([self.model], self.model.parameters(), others=[job])
+        exchange.describe(self.model)
+        tensors, parameters = own_tensors(self.model), dict(self.model.named_parameters())
+        own = {name: tensors[name] for name in tensors.keys() & exchange.names}
+        if not fits:
+            held = {own.pop(name): None for name in [*own] if isinstance(own[name], nn.Parameter)}
+            on_demand = {name: parameter for name, parameter in parameters.items() if parameter in held}
+            self._on_demand = ValuesOnDemand(on_demand, self._fill, most_bytes=most_bytes // 2)
+            self._pass_on(on_demand, most_bytes=most_bytes // 4)
+        exchange.fill(own)
+        self._kept = KeptState([self.model], parameters.values() if fits else (), others=[job])
 
-    @property
-    def aliases(self) -> Mapping[str, Sequence[str]]:
-        """All names of each parameter, by the first."""
-        first = {parameter: name for name, parameter in self.model.named_parameters()}
-        found: dict[str, list[str]] = {name: [] for name in first.values()}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            found[first[parameter]].append(name)
-        return found
+    def _without_values(self, precision: Precision) -> nn.Module:
+        """Build the model with parameters without memory where ranks have some."""
+        context, names = self._context, self._exchange.names_of_parameters
+        build = constructor_of(self._job, context.train, precision)
+        model = build_part(build, lambda name: name not in names, seed=context.seed)
+        slots = [*tensor_slots(model)]
+        move([slot for slot in slots if not isinstance(slot.tensor, FakeTensor)], context.device)
+        fakes = [slot for slot in slots if isinstance(slot.tensor, FakeTensor)]
+        empty = {id(slot.tensor): without_memory(slot.tensor, context.device) for slot in fakes}
+        for slot in fakes:
+            slot.fill(empty)
+        return model
 
-    def passed(self, batches: Batches, *, trains: bool, seed: int, rounding: float = 0.0) -> Passed:
+    def _pass_on(self, named: Mapping[str, nn.Parameter], *, most_bytes: int) -> None:
+        """Pass gradients on in the backward passes, as soon as they have that many bytes."""
+
+        def pass_on(_: Tensor) -> None:
+            if sum(p.grad.nbytes for p in named.values() if p.grad is not None) > most_bytes:
+                self._give_gradients()
+
+        for parameter in named.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(pass_on)
+
+    def _give_gradients(self) -> None:
+        """Pass all gradients on to the ranks."""
+        named = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
+        self._exchange.add({name: dense(p.grad) for name, p in named.items() if p.grad is not None})
+        for parameter in named.values():
+            parameter.grad = None
+
+    def passed(self, batches: Batches, *, seed: int, rounding: float = 0.0) -> Passed:
         """Train on the batches without an update, and evaluate some of them. The model is left as it was.
 
         Args:
             batches: the samples.
-            trains: whether to compute more than an evaluation.
             seed: seeds the random generators before the passes of each replica.
             rounding: by what share of itself each entry of the parameters is moved, up or down.
+
+        Raises:
+            CutShortError: the run stops.
         """
-        with kept_generators(self._context.device), ExpectedNumbers(communicates=True) as numbers:
+        demand = self._on_demand or contextlib.nullcontext()
+        with kept_generators(self._context.device), demand, ExpectedNumbers(communicates=True) as numbers:
             try:
                 begin = functools.partial(self._begin, seed, rounding)
-                figures, gradients, buffers = self._train(batches, begin) if trains else ({}, {}, {})
+                figures, gradients, buffers = self._train(batches, begin)
                 figures = {**figures, **self._evaluate(batches, begin)}
             finally:
                 self._kept.restore()
@@ -131,15 +206,26 @@ class Undivided:
     @torch.no_grad()
     def _begin(self, seed: int, rounding: float) -> None:
         """Begin the passes of a replica with the model as it was."""
+        self._check_cut()
         self._kept.restore()
         seed_generators(seed)
-        if rounding:
-            for parameter in self.model.parameters():
-                if parameter.is_floating_point():
-                    places = torch.arange(parameter.numel(), device=parameter.device, dtype=torch.float64)
-                    parameter.mul_(1 + rounding * (places + seed).square().sin().sign().view_as(parameter))
+        if self._on_demand is None:
+            _round(self.model.parameters(), rounding, seed)
+        elif (rounding, seed) != self._rounding:
+            self._on_demand.forget()
+        self._rounding = rounding, seed
 
-    def _train(self, batches: Batches, begin: Any) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
+    def _check_cut(self) -> None:
+        if self._is_cut():
+            raise CutShortError("the run stops")
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        self._check_cut()
+        self._exchange.fill(tensors)
+        _round(tensors.values(), *self._rounding)
+
+    def _train(self, batches: Batches, begin: Any) -> tuple[dict[str, float], Gradients, dict[str, Tensor]]:
+        batches = batches.joined() if batches.together else batches
         cut = [batches.cut(batches.of(replica)) for replica in range(len(batches.replicas))]
         slices = [part for of_replica in cut for part in of_replica]
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -156,11 +242,11 @@ class Undivided:
             grad_accumulation=len(slices),
         )
         context = replace(self._context, train=train)
+        self._exchange.begin()
         loss_sum, weight = self._whole.backward(slices, reduction, BatchMetrics(None), context=context, factor=1.0)
-        gradients = {name: dense(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
-        norm = float(nn.utils.get_total_norm(gradients.values()))
-        figures = {LOSS: float(loss_sum) / (float(weight) or 1.0), NORM: norm}
-        return figures, gradients, after
+        self._give_gradients()
+        gradients = self._exchange.measured()
+        return {LOSS: float(loss_sum) / (float(weight) or 1.0), NORM: gradients.norm}, gradients, after
 
     def _evaluate(self, batches: Batches, begin: Any) -> dict[str, float]:
         sums: dict[str, float] = {}
@@ -181,9 +267,12 @@ def sums_of(found: EvalSums) -> dict[str, float]:
     return {LOSS: float(found.loss_sum), "weight": float(found.weight), **metrics}
 
 
-def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor."""
-    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+def _round(parameters: Iterable[Tensor], share: float, seed: int) -> None:
+    """Move each entry up or down by a share of itself."""
+    for parameter in parameters if share else ():
+        if parameter.is_floating_point():
+            places = torch.arange(parameter.numel(), device=parameter.device, dtype=torch.float64)
+            parameter.mul_(1 + share * (places + seed).square().sin().sign().view_as(parameter))
 
 
 class _InTurn(Reduction):

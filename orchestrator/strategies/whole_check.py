@@ -29,9 +29,9 @@ from orchestrator.compat.torch import as_bytes, eager
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
-from orchestrator.planning.memory import size_text
+from orchestrator.model.values_on_demand import ChangedValueError
 from orchestrator.planning.placement import Box
-from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json, messages_of
+from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json
 from orchestrator.strategies.base import Compared
 from orchestrator.strategies.data.batch_parts import OTHERWISE, spread
 from orchestrator.strategies.data.datasets import make_batch
@@ -42,11 +42,20 @@ from orchestrator.strategies.findings import (
     difference,
     figure_apart,
     figures_of,
-    largest_of,
     text_of,
 )
 from orchestrator.strategies.measure.device import free_memory
-from orchestrator.strategies.undivided import EVALUATION, LOSS, NORM, Batches, Passed, Undivided, dense, sums_of
+from orchestrator.strategies.undivided import (
+    EVALUATION,
+    LOSS,
+    NORM,
+    Batches,
+    CutShortError,
+    Passed,
+    Undivided,
+    sums_of,
+)
+from orchestrator.strategies.whole_exchange import Exchange, Gradients
 from orchestrator.user_code.errors import JobError, error_text, is_own_error
 
 if TYPE_CHECKING:
@@ -54,8 +63,6 @@ if TYPE_CHECKING:
 
 REPLICAS = 2
 """The most replicas whose samples differ."""
-COPIES = 4
-"""The whole model, its gradients, and what is kept of both."""
 ROUNDINGS = 2
 """How often the weights are rounded otherwise."""
 RANDOM = 1e-3
@@ -64,13 +71,21 @@ SMALL = 0.02
 """The largest number in place of a zero."""
 
 
-def compare_with_whole(trainer: ComparedTrainer, train_set: Any, *, known: Callable[[str], bool]) -> Compared:
+def compare_with_whole(
+    trainer: ComparedTrainer,
+    train_set: Any,
+    *,
+    known: Callable[[str], bool],
+    is_cut: Callable[[], bool],
+    most_bytes: int | None = None,
+) -> Compared:
     """Compare the passes of the ranks with those of the whole model. Collective. The ranks are left as they were.
 
     Args:
         trainer: of this rank, whose state is that of all ranks.
         train_set: the samples.
-        known: see :meth:`Strategy.compare_with_whole`.
+        known, is_cut: see :meth:`Strategy.compare_with_whole`.
+        most_bytes: the memory of the first rank for the whole model; None for half of what is free.
 
     Raises:
         JobError: the ranks train another model; the text says what differs.
@@ -81,7 +96,7 @@ def compare_with_whole(trainer: ComparedTrainer, train_set: Any, *, known: Calla
         return Compared()
     compiled = trainer.context.train.compile is not False
     with eager() if compiled else contextlib.nullcontext(), trainer.comparing() as restore:
-        notes = _Comparison(trainer, restore).made(train_set)
+        notes = _Comparison(trainer, restore, is_cut, most_bytes).made(train_set)
     return Compared(notes=notes, model=None if notes else model)
 
 
@@ -92,26 +107,26 @@ class _Reference:
     undivided: Undivided
     passed: Passed
 
-    def header(self, *, trains: bool) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
         """Return what all ranks have to know of it, as JSON."""
-        model, aliases = self.undivided.model, self.undivided.aliases
-        return {
-            "trains": trains,
-            "drew": self.passed.drew,
-            "scale": largest_of(self.passed.gradients),
-            "gradients": [[aliases[n], *_likeness(p)] for n, p in model.named_parameters() if p.requires_grad],
-            "buffers": [[[name], *_likeness(buffer)] for name, buffer in self.passed.buffers.items()],
-        }
+        buffers = [[name, *_likeness(buffer)] for name, buffer in self.passed.buffers.items()]
+        return {"drew": self.passed.drew, "buffers": buffers}
 
 
 class _Comparison:
-    def __init__(self, trainer: ComparedTrainer, restore: Callable[[], None]):
+    def __init__(
+        self,
+        trainer: ComparedTrainer,
+        restore: Callable[[], None],
+        is_cut: Callable[[], bool],
+        most_bytes: int | None,
+    ):
         self._trainer = trainer
         self._restore = restore
+        self._is_cut = is_cut
         self._context = context = trainer.context
-        self._mesh, self._rank, self._seed = context.mesh, context.global_rank, context.seed
-        self._trains = trainer.compares_training
-        self._parameters = dict(trainer.trained.module().named_parameters(remove_duplicate=False))
+        self._rank, self._seed, self._most_bytes = context.global_rank, context.seed, most_bytes
+        self._exchange = Exchange(trainer)
         self._zeros: Sequence[str] = ()
 
     def made(self, train_set: Any) -> tuple[str, ...]:
@@ -121,34 +136,41 @@ class _Comparison:
             batches = _batches(self._trainer, train_set)
         except Exception as e:  # training reads other samples, or says what is wrong with these
             error = error_text(e)
-        own = self._trainer.trained.module().named_parameters()
-        size = sum(parameter.nbytes for name, parameter in own if self._trainer.is_first_with(name))
-        values = [name for name, p in self._parameters.items() if bool(p.detach().any())]
+        own = self._exchange.parameters
+        values = [name for name, parameter in own.items() if bool(parameter.detach().any())]
         read = None if batches is None else _digest(batches)
-        errors, sizes, with_values, all_read = zip(*self._gathered([error, size, values, read]), strict=True)
+        listed = self._exchange.listed()
+        errors, ranks, with_values, all_read = zip(*self._gathered([error, listed, values, read]), strict=True)
+        self._exchange.use(ranks)
         found = {name for names in with_values for name in names}
-        self._zeros = [name for name in self._parameters if name not in found]
+        self._zeros = [name for name in own if name not in found]
         other = "the workers read other samples, although they were seeded alike" if len({*all_read}) > 1 else None
-        reason = self._broadcast(next(filter(None, errors), None) or other or self._why_too_large(sum(sizes)))
-        if reason is not None:
+        if (reason := next(filter(None, errors), None) or other) is not None:
             return self._note(reason)
         assert batches is not None
         return self._compared(batches)
 
     def _compared(self, batches: Batches) -> tuple[str, ...]:
         self._begin()
-        values = self._trainer.whole_values()
-        reference, answer = None, None
+        reference: _Reference | None = None
         if self._rank == 0:
-            assert values is not None
-            reference, answer = self._reference(batches, values)
-        answer = self._broadcast(answer)
+            found = self._reference(batches)
+            reference = None if isinstance(found, str) else found
+            answer = self._exchange.end(found if isinstance(found, str) else found.header())
+        else:
+            answer = self._exchange.follow()
+        self._trainer.confirm()
         if isinstance(answer, str):
             return self._note(answer)
         sums = self._passes(batches, drew=answer["drew"])
-        apart = self._apart(answer, None if reference is None else reference.passed)
-        ranks = self._gathered({"apart": apart, **sums})
-        text, note = self._broadcast(None if reference is None else self._verdict(reference, batches, ranks))
+        gradients = self._exchange.compared()
+        buffers = self._buffers_apart(answer["buffers"], None if reference is None else reference.passed.buffers)
+        ranks = self._gathered({"buffers": buffers, **sums})
+        self._begin()
+        if reference is None:
+            text, note = self._exchange.follow()
+        else:
+            text, note = self._exchange.end(self._verdict(reference, batches, gradients, ranks))
         if text is not None:
             raise JobError(text)
         return () if note is None else self._note(note)
@@ -158,31 +180,32 @@ class _Comparison:
         self._restore()
         with torch.no_grad():
             for name in self._zeros:
-                if (box := self._box(name)) is not None:
-                    self._parameters[name].copy_(_small_numbers(box))
+                if (box := self._exchange.boxes.get(name)) is not None:
+                    self._exchange.parameters[name].copy_(_small_numbers(box))
         self._trainer.share_parameters()
         seed_generators(self._seed)
 
-    def _why_too_large(self, size: int) -> str | None:
-        limit = min(free_memory(device) // 2 for device in (CPU, self._context.device))
-        if COPIES * size <= limit:
-            return None
-        return f"the first worker would need {size_text(COPIES * size)} for it, more than {size_text(limit)}"
-
-    def _reference(
-        self, batches: Batches, values: Mapping[str, Tensor]
-    ) -> tuple[_Reference | None, dict[str, Any] | str]:
-        """Return the whole model, and what all ranks have to know of it, or why nothing is compared."""
-        trainer = self._trainer
+    def _reference(self, batches: Batches) -> _Reference | str:
+        """Return the whole model and what its passes compute, or why nothing is compared."""
+        trainer, most = self._trainer, self._most_bytes
+        if most is None:
+            most = min(free_memory(device) // 2 for device in (CPU, self._context.device))
         try:
-            undivided = Undivided(trainer.job, self._context, trainer.precision, values)
-            passed = undivided.passed(batches, trains=self._trains, seed=self._seed)
+            undivided = Undivided(
+                trainer.job, self._context, trainer.precision, self._exchange, is_cut=self._is_cut, most_bytes=most
+            )
+            passed = undivided.passed(batches, seed=self._seed)
+        except CutShortError as e:
+            return str(e)
+        except ChangedValueError as e:
+            return f"{e}, and the first worker has no room for the whole model with its gradients"
         except Exception as e:  # if training cannot do it either, it says so
-            return None, f"on one worker, it fails ({' '.join(error_text(e).split())[:300]})"
+            if is_broken_connection(e) or self._exchange.interrupted:
+                raise
+            return f"on one worker, it fails ({' '.join(error_text(e).split())[:300]})"
         if not all(math.isfinite(passed.figures.get(name, 0.0)) for name in (LOSS, NORM)):
-            return None, "its loss or its gradient is not finite"
-        reference = _Reference(undivided=undivided, passed=passed)
-        return reference, reference.header(trains=self._trains)
+            return "its loss or its gradient is not finite"
+        return _Reference(undivided=undivided, passed=passed)
 
     def _passes(self, batches: Batches, *, drew: bool) -> dict[str, dict[str, float]]:
         """Make the passes of this rank, and leave its gradients and buffers in place. Return its part of the figures.
@@ -199,11 +222,10 @@ class _Comparison:
         try:
             with ExpectedNumbers(communicates=True) if drew else contextlib.nullcontext():
                 evaluation = sums_of(trainer.evaluate(read()[0], batches.rows))
-                if self._trains:
-                    self._begin()
-                    loss_sum, weight, norm = trainer.pass_once(read(), batches)
-                    train = {LOSS: float(loss_sum), "weight": float(weight)} if self._context.counts_samples else {}
-                    train[NORM] = float(norm)
+                self._begin()
+                loss_sum, weight, norm = trainer.pass_once(read(), batches)
+                train = {LOSS: float(loss_sum), "weight": float(weight)} if self._context.counts_samples else {}
+                train[NORM] = float(norm)
             trainer.confirm()
         except torch.OutOfMemoryError:
             raise
@@ -218,73 +240,51 @@ class _Comparison:
             ) from e
         return {"train": train, EVALUATION: evaluation}
 
-    def _apart(self, header: Mapping[str, Any], expected: Passed | None) -> list[tuple[str, str, float]]:
-        """Compare gradients and buffers of this rank with what the first rank expects. Collective.
-
-        Returns:
-            Kind, name and difference of what differs.
-        """
-        buffers = dict(self._trainer.trained.module().named_buffers(remove_duplicate=False))
-        found: list[tuple[str, str, float]] = []
-
-        def gradient(names: Sequence[str], whole: Tensor) -> None:
-            name = next((name for name in names if name in self._parameters), None)
-            box = None if name is None else self._box(name)
-            if name is not None and box is not None:
-                parameter = self._parameters[name]
-                own = torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad)
-                wanted = whole[box.slices_in(Box.whole(box.full))]
-                by = difference(own.to(whole.device), wanted, whole, scale=header["scale"])
-                found.append(("gradient", names[0], by))
-
-        def buffer(names: Sequence[str], whole: Tensor) -> None:
-            if (own := buffers.get(names[0])) is not None:
-                found.append(("buffer", names[0], difference(own, whole, whole)))
-
-        self._for_each(header["gradients"], None if expected is None else expected.gradients, gradient)
-        self._for_each(header["buffers"], None if expected is None else expected.buffers, buffer)
-        return [one for one in found if not one[-1] <= TOLERANCE]
-
-    def _for_each(
-        self,
-        listed: Sequence[tuple[Sequence[str], Sequence[int], str]],
-        own: Mapping[str, Tensor] | None,
-        compare: Callable[[Sequence[str], Tensor], None],
-    ) -> None:
-        """Send tensors of the first rank to all, some at a time, and compare each. Collective.
+    def _buffers_apart(
+        self, listed: Sequence[tuple[str, Sequence[int], str]], expected: Mapping[str, Tensor] | None
+    ) -> dict[str, float]:
+        """Compare buffers with those of the whole model. Collective.
 
         Args:
-            listed: names, shape and dtype of each.
-            own: what the first rank has of them, by their first names; the rest are zeros. None on other ranks.
-            compare: is given names and tensor.
+            listed: name, shape and dtype of each.
+            expected: those of the first rank, on that rank.
+
+        Returns:
+            How they differ, by name.
         """
-        like = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for _, shape, dtype in listed]
-        for message in messages_of([tensor.nbytes for tensor in like]):
-            names = [first for first, _, _ in listed[message]]
-            tensors = [torch.zeros_like(tensor, device=self._context.device) for tensor in like[message]]
-            for (first, *_), tensor in zip(names, tensors, strict=True):
-                if own is not None and first in own:
-                    tensor.copy_(own[first])
-            broadcast_tensors(tensors, source=0, device=self._context.device)
-            self._trainer.confirm()
-            for of_tensor, tensor in zip(names, tensors, strict=True):
-                compare(of_tensor, tensor)
+        wanted = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=self._context.device)
+            for name, shape, dtype in listed
+        }
+        if expected is not None:
+            wanted = {name: expected[name].to(self._context.device) for name in wanted}
+        broadcast_tensors(wanted.values(), source=0, device=self._context.device)
+        self._trainer.confirm()
+        own = dict(self._trainer.trained.module().named_buffers(remove_duplicate=False))
+        return {name: difference(own[name].to(whole.device), whole) for name, whole in wanted.items() if name in own}
 
     def _verdict(
-        self, reference: _Reference, batches: Batches, ranks: Sequence[Mapping[str, Any]]
+        self,
+        reference: _Reference,
+        batches: Batches,
+        gradients: Gradients | None,
+        ranks: Sequence[Mapping[str, Any]],
     ) -> tuple[str | None, str | None]:
         """Return the error about what differs, and what was not compared; None for each that there is not."""
         expected, figures = reference.passed, figures_of(ranks)
-        worst: dict[tuple[str, str], float] = {}
-        for kind, name, by in itertools.chain.from_iterable(rank["apart"] for rank in ranks):
-            worst[kind, name] = max(by, worst.get((kind, name), 0.0))
+        worst = {("gradient", name): by for name, by in (gradients.differences if gradients else {}).items()}
+        for name, by in itertools.chain.from_iterable(rank["buffers"].items() for rank in ranks):
+            worst["buffer", name] = max(by, worst.get(("buffer", name), 0.0))
         for name, wanted in expected.figures.items():
             if math.isfinite(wanted):  # of an evaluation, at values that no step has changed
                 worst["figure", name] = figure_apart(figures.get(name), wanted)
         apart = [Apart(kind=kind, name=name, by=by) for (kind, name), by in worst.items() if not by <= TOLERANCE]
         if not apart:
             return None, None
-        apart, drawn = self._beyond_rounding(reference, batches, apart)
+        try:
+            apart, drawn = self._beyond_rounding(reference, batches, apart)
+        except CutShortError as e:
+            return None, str(e)
         note = "it draws random numbers, so only what does not depend on them was" if drawn else None
         # What makes another gradient of the parts of a batch may do so too of those that DDP weighs otherwise.
         warned = not self._trainer.divides_model and any(OTHERWISE in text for text in self._trainer.setup_warnings())
@@ -307,7 +307,7 @@ class _Comparison:
         """Return what differs by more than rounding, or random numbers, explain, and whether there are such numbers."""
 
         def changes(**how: Any) -> list[float]:
-            passed = reference.undivided.passed(batches, trains=self._trains, **how)
+            passed = reference.undivided.passed(batches, **how)
             return [apart_from(reference.passed, passed, one) for one in apart]
 
         drawn = changes(seed=self._seed + 1)
@@ -320,20 +320,12 @@ class _Comparison:
         ]
         return [one for one, limit in zip(apart, limits, strict=True) if not one.by <= limit], max(drawn) > RANDOM
 
-    def _box(self, name: str) -> Box | None:
-        return self._trainer.trained.placements[name].box(self._mesh, self._rank)
-
     def _note(self, reason: str) -> tuple[str, ...]:
         text = f"{self._trainer.divided_by}: what the workers compute was not compared with the whole model: {reason}"
         return (text,) if self._rank == 0 else ()
 
-    def _broadcast(self, value: Any) -> Any:
-        found = broadcast_json(value, source=0, rank=self._rank, device=self._context.device)
-        self._trainer.confirm()
-        return found
-
     def _gathered(self, value: Any) -> list[Any]:
-        found = gather_json(value, world_size=self._mesh.world_size, device=self._context.device)
+        found = gather_json(value, world_size=self._context.mesh.world_size, device=self._context.device)
         self._trainer.confirm()
         return found
 
@@ -363,7 +355,7 @@ def _batches(trainer: ComparedTrainer, train_set: Any) -> Batches:
             for _ in range(different)
         ]
     counts = [len(range(number, size, different)) for number in range(different)]
-    return Batches(replicas=made, counts=counts, rows=rows, parts=parts)
+    return Batches(replicas=made, counts=counts, rows=rows, parts=parts, together=trainer.compares_together)
 
 
 def _digest(batches: Batches) -> str:

@@ -103,7 +103,7 @@ def user_frames(error: BaseException) -> list[TracebackType]:
         if code is not _exit.__code__:
             entries = [] if code.co_filename.startswith(_OWN_FILES) else [*entries, entry]
         entry = entry.tb_next
-    return [e for e in entries if not _is_of_library(e)] or entries
+    return [e for e in entries if not _is_of_library(_file_of(e))] or entries
 
 
 def own_frames(error: BaseException) -> list[TracebackType]:
@@ -111,14 +111,22 @@ def own_frames(error: BaseException) -> list[TracebackType]:
     entries: list[TracebackType] = []
     entry = error.__traceback__
     while entry is not None:
-        if not (_is_of_library(entry) or entry.tb_frame.f_code.co_filename.startswith(_OWN_FILES)):
+        if is_of_user(_file_of(entry)):
             entries.append(entry)
         entry = entry.tb_next
     return entries
 
 
-def _is_of_library(entry: TracebackType) -> bool:
-    file = entry.tb_frame.f_code.co_filename
+def is_of_user(file: str) -> bool:
+    """Return whether a file of code is neither of this package nor of a library."""
+    return not (_is_of_library(file) or file.startswith(_OWN_FILES))
+
+
+def _file_of(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename
+
+
+def _is_of_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
 
 

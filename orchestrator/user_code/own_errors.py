@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from orchestrator.user_code.errors import own_frames, user_frames
+from orchestrator.user_code.errors import is_of_user, own_frames, user_frames
 
 _OF_THE_CODE = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
@@ -27,6 +27,7 @@ _TEXTS_OF_TORCH = re.compile(
     "|[Bb]oolean value of Tensor|a leaf Variable that requires grad"
 )
 """What torch says of tensors that do not fit, in a ``RuntimeError``, which may have any other cause too."""
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in .*\n(?:    .*\n?)?', re.MULTILINE)
 _MOST_CHARACTERS = 120
 
 
@@ -55,12 +56,23 @@ def own_error(error: BaseException) -> OwnError | None:
     raised = [cause for cause in chain if own_frames(cause) and user_frames(cause)]  # below all of this package
     for cause in raised or filter(own_frames, chain):
         entries = own_frames(cause)
+        code = entries[-1].tb_frame.f_code
         return OwnError(
-            place=_place(entries[-1]),
+            place=_place(code.co_filename, entries[-1].tb_lineno, entries[-1].tb_frame.f_globals),
             frames="".join(line for entry in entries for line in traceback.format_tb(entry, limit=1)),
             comes_again=bool(raised) and not any(map(_may_pass, chain)),
         )
     return None
+
+
+def own_error_in(text: str) -> OwnError | None:
+    """Return what the text of a traceback says of the code of the user; None if that has no frame in it."""
+    frames = [(m[0], m) for m in _FRAME.finditer(text) if is_of_user(m["file"])]
+    if not frames:
+        return None
+    last = frames[-1][1]
+    place = _place(last["file"], int(last["line"]))
+    return OwnError(place=place, frames="".join(frame for frame, _ in frames), comes_again=True)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -83,8 +95,7 @@ def _may_pass(error: BaseException) -> bool:
     return module != "builtins" or not isinstance(error, _OF_THE_CODE)
 
 
-def _place(entry: TracebackType) -> str:
-    code = entry.tb_frame.f_code
-    line = linecache.getline(code.co_filename, entry.tb_lineno, entry.tb_frame.f_globals).strip()
+def _place(file: str, number: int, module: dict[str, Any] | None = None) -> str:
+    line = linecache.getline(file, number, module).strip()
     text = line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
-    return f"{Path(code.co_filename).name}:{entry.tb_lineno}" + (f": {text}" if text else "")
+    return f"{Path(file).name}:{number}" + (f": {text}" if text else "")

@@ -24,6 +24,7 @@ from orchestrator.strategies.measure.device import PrecisionError, TensorKind, T
 from orchestrator.user_code.breakpoints import no_terminal
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.own_errors import OwnError, own_error
+from orchestrator.worker.anomalies import AnomalyError
 from orchestrator.worker.data.data_loader import LoaderError
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.measure.step_metrics import NonFiniteError, NoUpdateError
@@ -44,7 +45,7 @@ EXPLAINED = (
 """Errors whose text says what the user has to change; the place in the code would not help."""
 
 
-_OF_THE_TRAINING = (ModelChangedError, NonFiniteError)
+_OF_THE_TRAINING = (AnomalyError, ModelChangedError, NonFiniteError)
 """Errors that equal steps lead to again."""
 
 

@@ -21,6 +21,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
+from orchestrator.worker.anomalies import detecting_anomalies
 from orchestrator.worker.control.control import CutOff, Outbox, StepGate, Warner, inject_fault
 from orchestrator.worker.control.interruption import GRACE_SHARE, Interruption
 from orchestrator.worker.control.rendezvous import context_of
@@ -161,7 +162,7 @@ class Loop:
                     stopped = True
                 ended_early = None if stopped or self._has_all_steps else self._why_stop
                 recoverable = stopped and not self.gate.saves and self.recoverable_steps()
-                saves = self.position.step > 0 and not recoverable and not self._only_evaluates
+                saves = self.position.step > 0 and not recoverable and self.config.saves
                 if saves:
                     self._checkpoint(last=True)  # before the evaluation, which may fail
                 ends = not stopped
@@ -243,7 +244,9 @@ class Loop:
         set_current_step(self.position.step + 1)
         remembered = functools.cache(lambda: Remembered(self.assignment, self.device))
         compared = self.strategy.compare_with_whole(
-            train_set, known=lambda model: self.config.train.check == "auto" and remembered().has(model)
+            train_set,
+            known=lambda model: self.config.train.check == "auto" and remembered().has(model),
+            is_cut=lambda: self.gate.is_cut(self.assignment.generation),
         )
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # training has no second model
@@ -278,7 +281,11 @@ class Loop:
             samples_consumed=position.samples_consumed, steps=total_steps - position.step
         )
         trace = self._run_dir.profile / f"rank-{self.rank}.json" if self.config.profile else None
-        with contextlib.closing(micro_batches) as batches, profiled_steps(trace) as end_profiled_step:
+        with (
+            detecting_anomalies() if self.config.train.detect_anomaly else contextlib.nullcontext(),
+            contextlib.closing(micro_batches) as batches,
+            profiled_steps(trace) as end_profiled_step,
+        ):
             self._enter("train")
             steps.window.timer.restart()
             while not self._has_all_steps and self._why_stop is None:
@@ -355,7 +362,7 @@ class Loop:
         return self._evaluations.has_any(self._data) and self._is_due(self.config.train.eval_every)
 
     def _checkpoint_due(self) -> bool:
-        return self._is_due(self.config.checkpoint.every)
+        return self.config.saves and self._is_due(self.config.checkpoint.every)
 
     def _is_due(self, every: int) -> bool:
         step = self.position.step

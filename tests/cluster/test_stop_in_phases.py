@@ -28,7 +28,7 @@ SAVED = {
     "evaluation": 2, "predictions": 2, "sample": 2, "on_evaluation_end": 2, "on_step_end": 3, "on_run_end": STEPS,
     "last evaluation": STEPS, "last sample": STEPS,
 }  # fmt: skip
-"""The step whose checkpoint a stop in each phase leaves."""
+"""The step whose checkpoint a stop in each phase leaves; the next one if other ranks have begun it."""
 
 
 def words(phase: str, folder: Path, strategy: str, at: int) -> tuple[str, ...]:
@@ -58,7 +58,8 @@ def test_the_last_completed_step_is_saved(
     launch: Callable[..., Any], tmp_path: Path, phase: str, strategy: str
 ) -> None:
     step = SAVED[phase]
-    overrides = words(phase.removeprefix("last "), tmp_path, strategy, step if phase != "on_run_begin" else 0)
+    overrides = words(phase.removeprefix("last "), tmp_path, strategy, step)
+    step += phase == "on_step_end" and strategy != "single"
     output, took_s = stopped_where_it_blocks(launch(*overrides), tmp_path)
     (run_dir,) = run_dirs(tmp_path)
     assert took_s < GRACE_S + 15
@@ -78,9 +79,15 @@ def test_the_last_completed_step_is_saved(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("phase", ["dataset", "model", "on_run_begin"])
-def test_before_the_first_step_there_is_nothing_to_save(launch: Callable[..., Any], tmp_path: Path, phase: str) -> None:
-    output, took_s = stopped_where_it_blocks(launch(*words(phase, tmp_path, "ddp", 0)), tmp_path)
+@pytest.mark.parametrize(
+    ("phase", "strategy"),
+    [("dataset", "ddp"), ("model", "ddp"), ("comparison", "ddp"), ("on_run_begin", "single")],
+)
+def test_before_the_first_step_there_is_nothing_to_save(
+    launch: Callable[..., Any], tmp_path: Path, phase: str, strategy: str
+) -> None:
+    overrides = words(phase, tmp_path, strategy, int(phase == "comparison"))
+    output, took_s = stopped_where_it_blocks(launch(*overrides, "train.check=always"), tmp_path)
     assert took_s < GRACE_S + 15
     assert "stopped by SIGTERM" in output
     (run_dir,) = run_dirs(tmp_path)

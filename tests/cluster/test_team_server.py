@@ -85,7 +85,7 @@ def test_a_run_with_a_wrong_password_finishes_and_is_uploaded_with_the_right_one
     done = commands.run(*RUN, *words, cwd=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stdout
     run_dir = RunDir(wait_for_step(tmp_path, 20))
-    assert f"next: python -m orchestrator.sync {run_dir.path}" in done.stdout
+    assert f"next: orchestrator sync {run_dir.path}" in done.stdout
 
     assert sync.main([str(run_dir.path)]) == 1
     assert f"{server.uri}: HTTP 401: it refuses the login; set MLFLOW_TRACKING_USERNAME" in capsys.readouterr().err

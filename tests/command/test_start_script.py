@@ -28,8 +28,12 @@ def start(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
 
 def test_a_head_has_a_token_and_its_dashboard_is_on_loopback(tmp_path: Path) -> None:
     done = start(tmp_path, "--num-cpus=2")
-    assert done.stdout == "ray start --head --disable-usage-stats --num-cpus=2 mode=token\n"
+    started, _, hint = done.stdout.splitlines()
+    assert started == "ray start --head --disable-usage-stats --num-cpus=2 mode=token"
+    assert hint.endswith("present the token only after: export RAY_AUTH_MODE=token")
     assert done.stderr == ""
+    assert len(start(tmp_path, RAY_AUTH_MODE="disabled").stdout.splitlines()) == 1
+    assert len(start(tmp_path, "--block").stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

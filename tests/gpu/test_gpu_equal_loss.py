@@ -24,7 +24,8 @@ from jobs.gpt import GPT
 from jobs.sparse import MatrixCompletion, SparseLogistic
 from orchestrator.compat.torch import watching_compilation
 from orchestrator.job import Job
-from orchestrator.strategies.sharded.fsdp import FSDP
+from orchestrator.strategies.mesh_trainer import MeshTrainer
+from orchestrator.strategies.parts.gathered import Gathered
 
 ROUNDING = 10
 """Kernels for other shapes add in another order, which the tolerances for CPUs do not allow for."""
@@ -76,8 +77,9 @@ class ScaledToy(Toy):
 def places(rank: int, case: Case) -> tuple[set[str], set[str], bool]:
     """Where the parts are, and what is not divided; and whether what a checkpoint takes of them is finite."""
     strategy = make(case, rank)
-    assert isinstance(strategy, FSDP)
-    divided = strategy.passes.divided
+    assert isinstance(strategy, MeshTrainer)
+    assert isinstance(strategy.part, Gathered)
+    divided = strategy.part.passes.divided
     state = strategy.capture_part(step=0, samples_consumed=0, into=None)
     assert state is not None
     parts = {part.device.type for part in divided.distinct if part.ndim > 0}

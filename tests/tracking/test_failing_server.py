@@ -85,7 +85,7 @@ def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy,
     assert sync.main([str(run_dir.path)]) == 1
     message = capsys.readouterr().err
     assert "1000 points are not uploaded" in message
-    assert f"python -m orchestrator.sync {run_dir.path}" in message
+    assert f"orchestrator sync {run_dir.path}" in message
     proxy.mode, proxy.delay_s = "pass", 0.0
     assert sync.main([str(run_dir.path)]) == 0
     assert capsys.readouterr().out == f"uploaded 1000 points; all 1000 are on {uri}\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import hashlib
 import inspect
@@ -23,6 +21,7 @@ from orchestrator.config.build import ConfigError, build
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.driver.auto.brief_runs import remove_run, shortened, without_samples
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
 from orchestrator.driver.preflight.child_checks import check_job
 from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
@@ -33,13 +32,13 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.lock import processor
-from orchestrator.records.output_dir import remove, staged_run
+from orchestrator.records.output_dir import staged_run
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import AutoConfig
-from orchestrator.strategies.traced_job import TracedJob
 from orchestrator.strategies.tuned.auto import PROFILE_KEY, PROFILE_STEPS
 from orchestrator.timeline import Action
 from orchestrator.tuning.choice import Contender, best, next_to_measure, proposals, stage_counts
@@ -48,8 +47,6 @@ from orchestrator.tuning.profile import Profile
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the profiles, the past errors, and the runs that measure."""
-LONGEST_S = 300.0
-"""The least timeout of the first step of a run that measures, in which one rank works while the others wait."""
 WARM_UP = 1.25
 """A run has this many times the steps that are to be measured, because the first fifth does not count."""
 
@@ -227,35 +224,15 @@ class Chooser:
         assert profile is not None, errors
         self._folder.mkdir(parents=True, exist_ok=True)
         write_json(file, data)
-        _remove(result)
+        remove_run(result)
         return profile
 
     def _run_briefly(self, config: Config, plan: Plan, *, steps: int, log_every: int, keep: bool = False) -> RunResult:
         """Execute a run of a few steps, without evaluations; ``keep`` its directory although it finishes."""
-        url, question_mark, query = config.output_dir.partition("?")
-        brief = replace(
-            config,
-            name=f"{plan.job}-{plan.strategy}",
-            resume="never",
-            profile=False,
-            callbacks=(),
-            output_dir=f"{url.rstrip('/')}/{FOLDER}{question_mark}{query}",
-            train=config.train.only_training(steps=steps, log_every=log_every),
-            checkpoint=replace(config.checkpoint, every=0, keep=1, best=None),
-            tracking=replace(config.tracking, uri=None),
-            recovery=replace(
-                config.recovery,
-                max_failures=0,
-                spares=0,
-                chaos=(),
-                hang_max_s=max(LONGEST_S, config.recovery.hang_max_s),
-            ),
-            cluster=replace(config.cluster, collective_timeout_s=max(LONGEST_S, config.cluster.collective_timeout_s)),
-        )
-        brief_plan = replace(plan, run_name=brief.run_name, steps=steps, spares=0, faults=())
+        brief, brief_plan = shortened(config, plan, steps=steps, log_every=log_every, folder=FOLDER)
         result = self._run(brief, brief_plan, without_samples(self._job), keep)
         if result.status == "FINISHED" and not keep:
-            _remove(result)
+            remove_run(result)
         return result
 
 
@@ -275,20 +252,6 @@ def _measurements(result: RunResult) -> Mapping[str, Any]:
     except (OSError, ValueError) as e:
         raise ConfigError([f"strategy=auto: the measurements cannot be read: {e}"]) from e
     return data
-
-
-def _remove(result: RunResult) -> None:
-    """Remove a run that has measured. On a store that is away it stays."""
-    with contextlib.suppress(OSError, ValueError):
-        remove(staged_run(result.run_dir))
-
-
-def without_samples(job: Job) -> Job:
-    """Return a copy of ``job`` that draws no samples, so that a run of it without evaluations only trains."""
-    cls = type(job)
-    brief = copy.copy(job)
-    object.__setattr__(brief, "__class__", type(cls.__name__, (cls,), {"draws_samples": False}))
-    return brief
 
 
 def _orders(layout: PipelineLayout) -> list[list[Action]]:

@@ -179,7 +179,7 @@ def _schedule_error(
         schedule = schedule_of(
             job,
             optimizers_in(optimizer),
-            steps=config.train.steps,
+            config.train,
             steps_per_epoch=before.get("steps_per_epoch"),
         )
         shapes = {name: tensor.to("meta") for name, tensor in outline(state.model).items()}

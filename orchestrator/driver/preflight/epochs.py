@@ -52,7 +52,7 @@ def _steps_per_epoch(config: Config, job: Job, name: tuple[str, str], value: Epo
     key = format_override(".".join(name), f"{value.number:g}" if name == ("train", "epochs") else value)
 
     def length() -> float | None:
-        return steps_per_epoch(job, opened_dataset(job, "train", config.seed), config.train.global_batch_size)
+        return steps_per_epoch(job, opened_dataset(job, "train", config.seed), config.train)
 
     try:
         found = in_child(length, timeout_s=config.recovery.build_max_s)

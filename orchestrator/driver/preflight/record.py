@@ -14,10 +14,12 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import Redactor
+from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config, unwritable
@@ -28,6 +30,7 @@ from orchestrator.records.git import VARIABLE, git_facts, name_in_repository
 from orchestrator.records.lock import machine_facts, this_process
 from orchestrator.records.output_dir import OutputDir, announce, take_over
 from orchestrator.records.run_dir import RunDir
+from orchestrator.records.run_search import SUBMISSION_TAG
 from orchestrator.strategies.external.job import Script
 
 VERSIONED = ("torch", "ray", "mlflow", "hydra-core")
@@ -125,6 +128,15 @@ def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "",
     return shlex.join(origin.relaunch(kept))
 
 
+def settings_for_name(overrides: Sequence[str], job: Job, redactor: Redactor) -> str:
+    """Return what tells a run from others, for its name; of a script, its arguments by name."""
+    words = [masked(word, redactor) for word in overrides]
+    if isinstance(job, Script):
+        arguments = [f"{key}={value}" for key, value in script_arguments(job, redactor).items()]
+        words = [*arguments, *(word for word in words if not word.startswith("job."))]
+    return settings_of_run(words)
+
+
 def script_arguments(job: Job, redactor: Redactor) -> dict[str, str]:
     """Return the arguments of a script as parameters of their own, secrets masked; empty for another job."""
     if not isinstance(job, Script):
@@ -144,6 +156,8 @@ def _tags(plan: Plan) -> dict[str, str]:
         **machine_facts(),
         "version.python": platform.python_version(),
     }
+    if (submitted := submission_id()) is not None:
+        tags[SUBMISSION_TAG] = submitted
     for package in VERSIONED:
         tags[f"version.{package}"] = importlib.metadata.version(package)
     return tags

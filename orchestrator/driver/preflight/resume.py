@@ -14,24 +14,26 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.recorded_config import why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
-from orchestrator.config.text import did_you_mean
 from orchestrator.driver.preflight.child_checks import continuation_errors
+from orchestrator.driver.preflight.named_runs import named_run, readable
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config
 from orchestrator.driver.process.origin import left_run
 from orchestrator.job import Job
-from orchestrator.records.output_dir import OutputDir, fetch, name_of, refresh, split_run
+from orchestrator.records.output_dir import fetch, name_of, refresh
 from orchestrator.records.run_dir import RunDir, split_checkpoint
 from orchestrator.records.run_search import NEWEST, progress_of
 from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint import is_held, path_of, remove_staging
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.manifest import CheckpointError, read_manifest
-from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.storage.remote import StorageError
 from orchestrator.strategies import registry
 
 PRECISION = "train.precision"
 STEPS = "train.steps"
-_SHAPES_CURVE = re.compile(r"seed|job\..*|train\.(global_batch_size|clip_norm|clip_value|precision|on_nonfinite)")
+_SHAPES_CURVE = re.compile(
+    r"seed|job\..*|train\.(global_batch_size|limit_batches|clip_norm|clip_value|precision|on_nonfinite)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def find_resume(
             if run_dir is None:
                 return None
         else:
-            run_dir = _named_run(config, config.resume, key="resume", warnings=warnings)
+            run_dir = named_run(config, config.resume, key="resume", warnings=warnings)
             if config.resume == NEWEST:
                 config = replace(config, resume=run_dir.location)  # errors name the run
         _refuse_if_running(config, run_dir)
@@ -139,7 +141,7 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     key, damaged = f"{name}={text}", list[CheckpointError]()
     with _named(key):
         run, of_run = split_checkpoint(text)
-        run_dir = _named_run(config, run, key=name, warnings=warnings)
+        run_dir = named_run(config, run, key=name, warnings=warnings)
         checkpoint = _checkpoint_of(run_dir, of_run, damaged)
         if is_held(checkpoint):
             weakref.finalize(run_dir, remove_staging, checkpoint)
@@ -261,58 +263,10 @@ def _unfinished_runs(config: Config, warnings: list[str], seen: set[str]) -> Ite
     """Yield the unfinished runs of this name that were not ``seen`` before, the newest first, and enter them there."""
     output = output_dir(config)
     new = [name for name in output.names(config.run_name) if name not in seen]
-    for run_dir, record in _readable(output, new, warnings):
+    for run_dir, record in readable(output, new, warnings):
         seen.add(name_of(run_dir))
         if record.get("name") == config.run_name and record.get("state") not in ("finished", "pruned"):
             yield run_dir
-
-
-def _newest_run(config: Config, *, key: str, warnings: list[str]) -> RunDir:
-    """Return the newest run that has trained, of the name that the user has given, if any."""
-    output, name = output_dir(config), config.name
-    for run_dir, record in _readable(output, output.names(name), warnings):
-        if name in (None, record.get("name")) and not record.get("evaluated"):
-            warnings.append(f"{key}={NEWEST} is {run_dir.location}")
-            return run_dir
-    named = "" if name is None else f" named {name}"
-    raise ConfigError([f"{key}={NEWEST}: no run{named} below {output} (output_dir) has trained"])
-
-
-def _readable(
-    output: OutputDir, names: Sequence[str], warnings: list[str]
-) -> Iterator[tuple[RunDir, Mapping[str, Any]]]:
-    """Yield the runs called ``names``, each with its record; ``warnings`` receives those whose record is damaged."""
-    for run_dir in output.runs(names):
-        try:
-            yield run_dir, run_dir.read_record()
-        except (OSError, ValueError) as e:
-            warnings.append(f"run skipped: {e}")
-
-
-def _named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> RunDir:
-    """Return the run that the user names by ``key=text``; ``warnings`` receives which one ``last`` is."""
-    if text == NEWEST:
-        return _newest_run(config, key=key, warnings=warnings)
-    output = output_dir(config)
-    if is_url(text):
-        storage = config.storage
-        above, name = split_run(text, staging_dir=storage.staging_dir, timeout_s=storage.timeout_s)
-        if (found := above.find(name)) is not None:
-            return found
-        raise ConfigError([f"{key}={text}: no run directory there; its run.json is missing"])
-    places = [Path(text).expanduser().absolute(), *([output.path / text] if output.remote is None else [])]
-    for path in places:
-        if (path / "run.json").is_file():
-            return RunDir(path.resolve())
-    names = output.names()
-    matches = [name for name in names if text in (name, name.partition("/")[2])]
-    if len(matches) == 1 and (found := output.find(matches[0])) is not None:
-        return found
-    looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
-    known = did_you_mean(text, names[:8]) if names else f"there are no runs below {output} (output_dir)"
-    if len(matches) > 1:
-        known = f"several runs have this name: {', '.join(matches)}"
-    raise ConfigError([f"{key}={text}: no run directory there; {known} (looked for {looked})"])
 
 
 def _settings(run_dir: RunDir) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.compose import OF_THE_LOOP
 from orchestrator.config.operation import SINKS
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
@@ -156,7 +157,7 @@ def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
     A script has none of the sections that its own code replaces.
     """
     is_script = (recorded.get("strategy") or {}).get("name") == "script"
-    left_out = ("train.", "data.", "checkpoint.") if is_script else ()
+    left_out = (*OF_THE_LOOP, "start_from") if is_script else ()
     return {
         key: value
         for key, value in _flatten(recorded).items()

@@ -57,7 +57,8 @@ class Origin:
         """Return the command line of the verb ``name`` for the runs on the machine of the driver."""
         if self.address and name in ADDRESSED_VERBS:
             return shlex.join(["orchestrator", name, *arguments, "--address", self.address])
-        return shlex.join([*self.remote, "python", "-m", f"orchestrator.{name}", *arguments])
+        command = [*self.remote, "python", "-m", f"orchestrator.{name}"] if self.remote else ["orchestrator", name]
+        return shlex.join([*command, *arguments])
 
     def log(self, run_dir: RunDir, rank: int) -> str:
         """Return the file with the log of a rank, or the command that shows it if the user may have no such file."""
@@ -115,7 +116,8 @@ def this_origin() -> Origin:
         return HERE
     if (carried := os.environ.get(_VARIABLE)) is not None:
         return Origin(**json.loads(carried))
-    remote = ("ray", "job", "submit", "--working-dir", ".", "--")
+    token = ("RAY_AUTH_MODE=token",) if os.environ.get("RAY_AUTH_MODE") == "token" else ()
+    remote = (*token, "ray", "job", "submit", "--working-dir", ".", "--")
     return Origin(launch=(*remote, *LAUNCH), remote=remote)
 
 

@@ -39,7 +39,7 @@ class Verdicts:
         self._events.emit(failed)
         what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
         steps = self._workers.plan.steps
-        saves = not self._runs_script and self.spec.config.evaluate is None
+        saves = not self._runs_script and self.spec.config.saves
         if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):
             what += f"; the checkpoint of step {steps}, the last one, is saved"
         return run_state.failed(what + (f" ({why})" if why else ""))
@@ -51,7 +51,7 @@ class Verdicts:
         for name, text in (rank_0.texts if rank_0 is not None else {}).items():
             self._events.emit(TextSampled(name=name, text=text))
         ended_early = None if rank_0 is None else rank_0.ended_early
-        saves_nothing = self.spec.config.evaluate is not None or self._runs_script
+        saves_nothing = not self.spec.config.saves or self._runs_script
         step = end.last_step if ended_early is not None or saves_nothing else self._workers.plan.steps
         missing = None if saves_nothing else self._checkpoints.why_missing(step)
         return run_state.completed(step, ended_early=ended_early, checkpoint_missing=missing)
@@ -62,7 +62,7 @@ class Verdicts:
         at_step = end.outcomes.last_step if end is not None and end.outcomes.all_ended("stopped") else None
         if self._stop.is_pruned:
             return run_state.pruned(at_step or max(self._reports.telemetry.last_step.values()))
-        saves = not self._runs_script and self.spec.config.evaluate is None
+        saves = not self._runs_script and self.spec.config.saves
         missing = self._checkpoints.why_missing(at_step) if at_step and saves else None
         return run_state.stopped(
             int(self._stop.received),

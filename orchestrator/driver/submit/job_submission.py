@@ -35,6 +35,7 @@ from orchestrator.driver.process.origin import NO_PY_MODULES, PY_MODULES, Origin
 from orchestrator.driver.process.signals import STOP_WAIT_VARIABLE, needed_stop_wait_s
 from orchestrator.driver.reporting import job_metadata, launch_name
 from orchestrator.records.git import GitFacts, carried
+from orchestrator.records.run_search import in_job_id
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 RECONNECT_TIMEOUT_S = 60.0
@@ -99,7 +100,7 @@ def make_submission(
         words = [*(w for w in words if not w.startswith(PY_MODULES)), NO_PY_MODULES]
     grace_s = max(c.cluster.stop_grace_s for c in configs)
     return Submission(
-        id="".join(c if c.isalnum() or c in "-_." else "-" for c in f"{launch_name(configs)}-{suffix}"),
+        id=in_job_id(f"{launch_name(configs)}-{suffix}"),
         entrypoint=shlex.join(["python", "-m", "orchestrator.launch", *words]),
         working_dir=working_dir,
         py_modules=modules,

@@ -198,7 +198,7 @@ class Sweep:
         runs = self._runs()
         if not runs:
             return
-        comparison, directory = Comparison(runs), self.directory
+        comparison, directory = Comparison(runs, best_first=True), self.directory
         title = f"Sweep {self.name}"
         self.say("\n".join(["", title, table(comparison), *verdict(comparison)]))
         left_out = "".join(f"- {plain(self.redactor.text(line))}\n" for line in self._left_out)

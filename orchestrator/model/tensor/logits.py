@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from orchestrator.compat.torch import make_wrapper, mutates, pytree, version_of, without_torch_functions
+from orchestrator.compat.torch import FakeTensor, make_wrapper, mutates, pytree, version_of, without_torch_functions
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import enter, leave
 
@@ -44,10 +44,23 @@ class Share:
         """The first word of the part."""
         return self.index * self.most
 
-    def place(self, words: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return the place of each word among the ``size`` of this part, and which of them are in it."""
-        own = words - self.first
-        return own.clamp(0, size - 1), (own >= 0) & (own < size)
+    def place(self, words: Tensor, size: int, *, ignored: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the place of each word among the ``size`` of this part, and which of them are in it.
+
+        Args:
+            words: numbers of words.
+            size: how many words this part has.
+            ignored: a number that stands for no word.
+
+        Raises:
+            IndexError: one of them is no word. On a GPU, whatever takes their places as indices fails as torch does.
+        """
+        own, lacking = words - self.first, (words < 0) | (words >= self.words)
+        if ignored is not None:
+            lacking &= words != ignored
+        if words.is_cpu and not isinstance(words, FakeTensor) and bool(lacking.any()):
+            raise IndexError(f"{int(words[lacking][0])} is out of bounds: the vocabulary has {self.words} words")
+        return own.clamp(0, size - 1).masked_fill(lacking, size), (own >= 0) & (own < size)
 
     def gathered(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks along the last axis. Collective."""
@@ -217,8 +230,7 @@ def _picked(logits: DividedLogits, func: Callable[..., Any], dim: int, index: Te
     if dim not in (-1, logits.ndim - 1):
         return NotImplemented
     own, here = logits.share.place(index, logits.part.shape[-1])
-    picked = leave(logits.part.gather(-1, own).masked_fill(~here, 0), logits.share.peers)
-    return picked.masked_fill(logits.share.peers.sum(here.to(picked.dtype)) == 0, float("nan"))
+    return leave(logits.part.gather(-1, own).masked_fill(~here, 0), logits.share.peers)
 
 
 def _nll_loss(logits: DividedLogits, func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +246,8 @@ def _cross_entropy(logits: DividedLogits, func: Callable[..., Any], target: Tens
     options = _loss_options(logits, target, *args, **kwargs)
     if options is None:
         return NotImplemented
-    return options.reduced(_of_rows(logits, target, smoothing=options.smoothing), target != options.ignored)
+    losses = _of_rows(logits, target, ignored=options.ignored, smoothing=options.smoothing)
+    return options.reduced(losses, target != options.ignored)
 
 
 @dataclass(frozen=True)
@@ -289,13 +302,15 @@ _RULES: dict[str, Callable[..., Any]] = {
 """What is computed of parts, by the name of the function; NotImplemented if it has to be computed of the whole."""
 
 
-def _of_rows(logits: DividedLogits, labels: Tensor | None, *, smoothing: float = 0.0) -> Tensor:
+def _of_rows(
+    logits: DividedLogits, labels: Tensor | None, *, ignored: int | None = None, smoothing: float = 0.0
+) -> Tensor:
     """Return the cross-entropy of each row, or, without ``labels``, the logarithm of its sum of exponentials.
 
-    It is in float32 at least, and NaN for a label that is no word. Collective.
+    It is in float32 at least, and of no meaning for a label that is ``ignored``. Collective.
     """
     flat = logits.part.reshape(-1, logits.part.shape[-1])
-    losses: Tensor = _RowLosses.apply(flat, labels, logits.share, smoothing)
+    losses: Tensor = _RowLosses.apply(flat, labels, logits.share, ignored, smoothing)
     return losses.reshape(logits.part.shape[:-1])
 
 
@@ -303,7 +318,9 @@ class _RowLosses(torch.autograd.Function):
     """What :func:`_of_rows` returns. The gradient of this rank's words is made at once, and kept in their type."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, labels: Tensor | None, share: Share, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, part: Tensor, labels: Tensor | None, share: Share, ignored: int | None, smoothing: float
+    ) -> Tensor:
         ctx.share = share
         share.peers.cross(inside=False)
         rows, size = part.shape
@@ -317,8 +334,8 @@ class _RowLosses(torch.autograd.Function):
             slope = (own - top[:, None]).exp_()
             known = [top, slope.sum(-1)]
             if labels is not None:
-                place, here = share.place(labels[chunk], size)
-                known += [own.gather(1, place[:, None])[:, 0].where(here, 0), here.to(exact)]
+                place, here = share.place(labels[chunk], size, ignored=ignored)
+                known += [own.gather(1, place[:, None])[:, 0].where(here, 0)]
                 known += [own.sum(-1)] if smoothing else []
             tops, sums, *of_labels = share.peers.gather(torch.stack(known)[None], share.count, axis=0).unbind(1)
             most = tops.amax(0)
@@ -326,11 +343,11 @@ class _RowLosses(torch.autograd.Function):
             losses[chunk] = most + total.log()
             slope *= ((top - most).exp() / total)[:, None]
             if labels is not None:
-                wanted, found, *summed = (values.sum(0) for values in of_labels)
+                wanted, *summed = (values.sum(0) for values in of_labels)
                 wanted = (1 - smoothing) * wanted
                 for values in summed:
                     wanted += smoothing / share.words * values
-                losses[chunk] -= wanted.masked_fill(found == 0, float("nan"))
+                losses[chunk] -= wanted
                 slope -= smoothing / share.words
                 slope.scatter_add_(1, place[:, None], (smoothing - 1) * here.to(exact)[:, None])
             if slopes is not None:
@@ -340,7 +357,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.share.peers.cross(inside=True)
         (slopes,) = ctx.saved_tensors
-        return slopes * gradients[:, None].to(slopes.dtype), None, None, None
+        return slopes * gradients[:, None].to(slopes.dtype), None, None, None, None

@@ -144,13 +144,13 @@ class _Turns:
             raise RuntimeError("another rank has failed")
 
     def exchanged(self, index: int, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, given that of one."""
+        """Return the tensors of all ranks, given that of one. No gradient goes from rank to rank."""
         number = self._sums[index]
         self._sums[index] += 1
         if number == len(self._given):
             self._given.append([])
         given = self._given[number]
-        given.append(tensor)
+        given.append(tensor.detach())
         self._pass_on(index)
         self.take(index)
         if len(given) < self._count or any(other.shape != tensor.shape for other in given):

@@ -109,8 +109,8 @@ def proven(
 
     def attempt(pairs: Sequence[Pair]) -> BlockParts | str:
         """Return how to divide ``pairs``, or why that is wrong."""
-        found = with_heads(pairs, HeadCuts())
-        wide = [pair for pair in pairs if home_of(pair.columns)]
+        found = with_heads(pairs, HeadCuts(), [pair for pair in pairs if pair.shared])
+        wide = [pair for pair in pairs if pair.home]
         if isinstance(found, str) and wide and "gradient" in found:
             wider = with_heads(pairs, HeadCuts(), wide)
             found = found if isinstance(wider, str) else wider
@@ -122,8 +122,16 @@ def proven(
     together = attempt(pairs)
     if isinstance(together, str):
         alone = {pair: attempt([pair]) for pair in pairs}
-        reasons |= {pair: reason for pair, reason in alone.items() if isinstance(reason, str)}
-        pairs = [pair for pair in pairs if pair not in reasons]
+        reasons |= {
+            pair: (_too_few_heads(block, pair, count) if reason.startswith("raises") else "") or reason
+            for pair, reason in alone.items()
+            if isinstance(reason, str)
+        }
+        others = [more for pair in pairs if pair in reasons and (more := _with_shared(block, pair))]
+        fitting = [more for more in others if not isinstance(attempt([more]), str)]
+        reasons = {pair: reason for pair, reason in reasons.items() if all(pair.rows != more.rows for more in fitting)}
+        pairs = [pair for pair in pairs if all(pair.rows != more.rows for more in fitting) and pair not in reasons]
+        pairs += fitting
         together = attempt(pairs)
     if isinstance(together, str):
         reasons |= dict.fromkeys(pairs, together)
@@ -137,6 +145,27 @@ def proven(
         },
         whole_tokens=in_tokens if isinstance(in_tokens, str) else "",
     )
+
+
+def _with_shared(block: nn.Module, pair: Pair) -> Pair | None:
+    """Return a pair of which every rank computes the smallest columns, as the keys and values of all heads."""
+    sizes = {name: len(block.get_submodule(name).get_parameter("weight")) for name in pair.columns}
+    shared = tuple(name for name, size in sizes.items() if size == min(sizes.values()))
+    columns = tuple(name for name in sizes if name not in shared)
+    return replace(pair, columns=columns, shared=shared) if columns and not pair.shared else None
+
+
+def _too_few_heads(block: nn.Module, pair: Pair, count: int) -> str:
+    """Return which number of heads cannot be divided; empty if none is known."""
+    numbers = _multiples(block.get_submodule(pair.home), 1)
+    if odd := next((name for name, number in numbers.items() if _counts_heads(name) and number % count), None):
+        return f"its {odd}, {numbers[odd]}, is no multiple of {count}"
+    features = {name: len(block.get_submodule(name).get_parameter("weight")) for name in pair.columns}
+    sizes = [size for name, size in numbers.items() if "dim" in name or "size" in name]
+    of_heads = [size for size in sizes if 1 < size < max(features.values())]
+    found = ((name, n // size) for size in of_heads for name, n in features.items() if n % size == 0)
+    name, heads = next(((name, heads) for name, heads in found if heads % count), ("", 0))
+    return f"{name} has {heads} heads, no multiple of {count}" if name else ""
 
 
 def copied(block: nn.Module) -> nn.Module:
@@ -296,7 +325,8 @@ def _attributes(
 ) -> Iterator[Mapping[str, Collection[str]]]:
     """Yield the numbers to divide, from none to many.
 
-    Those of the layers, of heads, all that are sizes inside, and also of heads in the configuration of modules.
+    Those of the layers, of heads, all that are sizes inside, also of heads in the configuration of modules, and those
+    of heads with the same keys.
     """
     layers: dict[str, Collection[str]] = {}
     inner: set[int] = set()
@@ -309,12 +339,14 @@ def _attributes(
     heads: dict[str, Collection[str]] = {}
     sizes: dict[str, Collection[str]] = {}
     configured: dict[str, Collection[str]] = {}
+    grouped: dict[str, Collection[str]] = {}
     for path in sorted(holders):
         module = block.get_submodule(path)
         numbers = _multiples(module, count)
         of_heads = [name for name in numbers if _counts_heads(name)]
         in_config = [f"config.{name}" for name in _multiples(vars(module).get("config"), count) if _counts_heads(name)]
         of_sizes = [n for n, v in numbers.items() if v in inner and ("head" not in n or n == "all_head_size")]
+        of_groups = [name for name in numbers if "group" in name or name == "n_rep"]
         if is_linear(module):
             continue
         if of_heads:
@@ -323,6 +355,8 @@ def _attributes(
             sizes[path] = [*of_heads, *of_sizes]
         if in_config:
             configured[path] = [*of_heads, *of_sizes, *in_config]
+        if of_groups:
+            grouped[path] = [*of_heads, *of_groups]
     yield layers
     if heads:
         yield {**layers, **heads}
@@ -330,6 +364,8 @@ def _attributes(
         yield {**layers, **sizes}
     if configured:
         yield {**layers, **sizes, **configured}
+    if grouped and any(pair.shared for pair in pairs):
+        yield {**layers, **heads, **grouped}
 
 
 def _head_cuts(

@@ -28,18 +28,28 @@ from orchestrator.planning.placement import AxisCut, Box
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Layers of a block, by name, that are divided together: the outputs of the columns, and the inputs of the rows."""
+    """Layers of a block, by name, that are divided together: the outputs of the columns, and the inputs of the rows.
+
+    What the ``shared`` ones return feeds the rows too, and every rank computes all of it, as the keys of all heads.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The columns and the rows."""
         return (*self.columns, *self.rows)
 
+    @property
+    def home(self) -> str:
+        """The innermost module that has all that feeds the rows; empty for the block itself."""
+        return home_of((*self.columns, *self.shared))
+
     def __str__(self) -> str:
-        return f"{' + '.join(self.columns)} -> {' + '.join(self.rows)}"
+        beside = f" ({' + '.join(self.shared)} on each worker)" if self.shared else ""
+        return f"{' + '.join(self.columns)} -> {' + '.join(self.rows)}{beside}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +168,7 @@ def divide(
         if has_divisible_heads(first):
             divide_heads(first, index=index, region=region)
             continue
-        home = home_of(pair.columns)
+        home = pair.home
         if tokens is not None and home:
             tokens.gather_before(block.get_submodule(home))
         elif pair in parts.wide:

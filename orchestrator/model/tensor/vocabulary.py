@@ -198,7 +198,6 @@ class _Embedding(_Rows):
             return func(*args, **kwargs)
         words, size = given["input"], len(self.weight)
         own, here = self.share.place(words, size)
-        own = own.masked_fill((words < 0) | (words >= self.share.words), size)  # for which torch raises its error
         padding = None if self.padding_idx is None else self.padding_idx - self.share.first
         if padding is not None and not 0 <= padding < size:
             padding = None

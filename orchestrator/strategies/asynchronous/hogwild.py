@@ -43,7 +43,6 @@ from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import HogwildConfig, LockedSGDConfig
-from orchestrator.strategies.optimizer_trials import trial_of
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
@@ -226,6 +225,8 @@ class Hogwild(Trainer):
 
 def _optimizer_errors(config: Config, job: Job, model: nn.Module) -> list[str]:
     """Return why workers cannot share the optimizer's state, as a trial with small parameters shows it."""
+    from orchestrator.strategies.checks.optimizer_trials import trial_of  # which no rank needs
+
     what = f"strategy={config.strategy.name}: "
     try:
         trial = trial_of(model, job, config.train, seed=0)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.ray.refused import is_refused
 from orchestrator.config.eval_splits import how_to_leave_out
+from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import split_batch, tensors_in
 from orchestrator.strategies.data.columns import Columns
@@ -150,16 +151,17 @@ def drawn_batches(job: Job, dataset: Any, global_batch_size: int, generator: tor
     return indices
 
 
-def samples_per_epoch(job: Job, dataset: Any, global_batch_size: int) -> int | None:
+def samples_per_epoch(job: Job, dataset: Any, train: TrainConfig) -> int | None:
     """Return the number of samples in an epoch; None if it is not known."""
-    drawn = drawn_batches(job, dataset, global_batch_size, epoch_generator(0, 0))
-    return known_length(dataset) if drawn is None else drawn.numel()
+    drawn = drawn_batches(job, dataset, train.global_batch_size, epoch_generator(0, 0))
+    counts = [known_length(dataset) if drawn is None else drawn.numel(), train.limit_samples]
+    return min((count for count in counts if count is not None), default=None)
 
 
-def steps_per_epoch(job: Job, dataset: Any, global_batch_size: int) -> float | None:
+def steps_per_epoch(job: Job, dataset: Any, train: TrainConfig) -> float | None:
     """Return the number of steps in an epoch, which need not be whole; None if it is not known."""
-    samples = samples_per_epoch(job, dataset, global_batch_size)
-    return None if samples is None else samples / global_batch_size
+    samples = samples_per_epoch(job, dataset, train)
+    return None if samples is None else samples / train.global_batch_size
 
 
 def opened_dataset(job: Job, split: Split, seed: int) -> Any:

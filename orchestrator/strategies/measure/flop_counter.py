@@ -159,6 +159,7 @@ class WorkCounter(TorchDispatchMode):
         blocks: the weighted sums of what runs in the blocks: ``products`` and ``attention`` in operations,
             ``product_bytes``, ``moved_bytes`` and ``output_bytes`` in bytes, the elements of ``output``, the parameters
             in ``experts``, the operations of ``expert_products`` among the products, and the number of ``operators``.
+            And the most tokens ``routed`` to the experts of a layer, each as often as it has experts.
         rest: those of everything else.
     """
 
@@ -218,6 +219,7 @@ class WorkCounter(TorchDispatchMode):
             if func.overloadpacket is GROUPED_PRODUCT:
                 counted["experts"] += weight * args[1].numel()
                 counted["expert_products"] += weight * operations
+                counted["routed"] = max(counted["routed"], args[0].shape[0])
         return out
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -20,7 +20,6 @@ from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
-from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
     EvalSums,
@@ -32,7 +31,8 @@ from orchestrator.strategies.measure.job_metrics import (
 from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
-from orchestrator.strategies.transforms.context import ContextParts
+from orchestrator.strategies.sums.sums import Sums
+from orchestrator.strategies.transforms.part import Parts
 from orchestrator.timeline import Span
 
 
@@ -51,7 +51,7 @@ class Chain:
         layout: PipelineLayout,
         *,
         job: Job,
-        tokens: ContextParts | None,
+        parts: Parts,
         rows: int,
         device: torch.device,
         group: dist.ProcessGroup,
@@ -65,7 +65,7 @@ class Chain:
             stages: this rank's stages, in ascending order.
             layout: the schedule, the number of micro-batches and which rank has which stage.
             job: defines loss, weight and metrics of what the stages compute.
-            tokens: those that they compute of each sample; None for all.
+            parts: what they compute of each sample.
             rows: samples in a micro-batch.
             device: the device of the stages.
             group: the ranks of this pipeline.
@@ -78,7 +78,7 @@ class Chain:
         self._stages = stages
         self._layout = layout
         self._job = job
-        self._tokens = tokens
+        self._parts = parts
         self._rows = rows
         self._device = device
         self._group: dist.ProcessGroup | None = group
@@ -157,7 +157,7 @@ class Chain:
                 rows = min(max(valid - number * self._rows, 0), self._rows)
                 if rows == 0:
                     continue
-                output = self._precision.outputs(output if self._tokens is None else self._tokens.whole(output))
+                output = self._precision.outputs(self._parts.whole(output))
                 output = first_rows(output, rows)
                 wanted = first_rows(targets[number], rows)
                 weight = self._job.weight(wanted)
@@ -182,8 +182,7 @@ class Chain:
 
     def _inputs_of(self, value: Any) -> list[Any]:
         """Return what the first stage is called with for each micro-batch of a slice."""
-        parts = self.microbatches(value)
-        return parts if self._tokens is None else [self._tokens.begin(self._job, part) for part in parts]
+        return [self._parts.begin(self._job, part) for part in self.microbatches(value)]
 
     def spans(self) -> tuple[Span, ...]:
         """Return what the stages did in the last :meth:`train`."""

@@ -1,4 +1,4 @@
-"""Builds one rank's stages of a model, after measuring and checking its layers, and compares them with the model."""
+"""Builds one rank's stages of a model, after measuring and checking its layers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,12 @@ from orchestrator.job import Job, has_steering, own_forward
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.cut import Cut
 from orchestrator.model.layers import LayerCost, changing_tensors, costs, flow
-from orchestrator.model.parity import compare
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.sequence import LayerSequence
 from orchestrator.model.stages import Shared, Stage, build_stages, sequence_of, shared_tensors
 from orchestrator.model.tape import Call
-from orchestrator.strategies.data.batch_parts import (
-    BatchDivision,
-    by_keys,
-    mean_loss,
-    not_compared,
-    warning_about_parts,
-)
-from orchestrator.strategies.measure.device import free_memory
 from orchestrator.strategies.measure.job_metrics import loss_of
-from orchestrator.strategies.rank_context import Context
-
-_OUTSIDE = (
-    "if code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
-    "tensors for its next call, put it into an nn.Module; otherwise "
-)
-"""What a recording of the code between the layers misses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,42 +116,6 @@ class StageBuilder:
         ordered = [layers[index] for index in sorted(layers)]
         return costs(ordered, self.values, self.inputs, precision=self.precision, loss=self._loss)
 
-    def check_parity(
-        self, *, free_bytes: int | None = None, examine: Callable[[nn.Module], None] = lambda _: None
-    ) -> str | None:
-        """Check on one micro-batch that the pieces of the model train as the whole model does.
-
-        See :func:`~orchestrator.model.parity.compare`, which needs no memory for a sequence of layers that only calls
-        them.
-
-        Args:
-            free_bytes: the memory that may be used; None for half of what the device has free.
-            examine: called with the whole model, if there is memory for it.
-
-        Returns:
-            A note for the user on what was not compared; None if all was.
-
-        Raises:
-            ValueError: the pieces train differently; the text names the module.
-        """
-        verdict = compare(
-            self.constructor,
-            self.sequence,
-            self.inputs,
-            self._loss,
-            device=self.device,
-            seed=self.seed,
-            precision=self.precision,
-            free_bytes=free_memory(self.device) // 2 if free_bytes is None else free_bytes,
-            examine=examine,
-        )
-        if verdict.error is not None:
-            raise ValueError(
-                f"the model's stages would not train as the whole model does: {verdict.error}; {_OUTSIDE}cut elsewhere "
-                "with strategy.split, define Job.stages, make job.model() an nn.Sequential, or use strategy=ddp"
-            )
-        return verdict.note
-
     def build(
         self,
         cut: Cut,
@@ -214,7 +162,7 @@ class StageBuilder:
                     "Job.loss computes a gradient through the model, of which the worker that computes the loss has "
                     "only the last stage; compute it in the forward() of one layer, or use strategy=ddp"
                 ) from e
-        # The sample has no label. A mean over nothing is NaN, and so in pieces that train otherwise, too.
+        # The sample has no label, and a job may have no loss of it.
         squares = [tensor.square().mean() for tensor in tensors_in(output) if tensor.is_floating_point()]
         return sum(squares, torch.zeros((), device=self.device))
 
@@ -243,63 +191,3 @@ def _check_shared(shared: Sequence[Shared], changing: Collection[str], stage_ran
                 f"{names[0]}: forward passes change this tensor, and stages on several workers would each change a "
                 "copy of their own; use its layer only once, or set strategy.split so that one worker has all its uses"
             )
-
-
-def compare_with_whole(
-    builder: StageBuilder, job: Job, train_set: Any, *, context: Context, precision: Precision, rows: int
-) -> tuple[str, ...]:
-    """Return what the user should know of the stages and of the micro-batches.
-
-    Args:
-        builder: the outline of the model.
-        job: calls the whole model, and has its loss.
-        train_set: provides samples.
-        context: the place of this rank.
-        precision: what the forward passes are computed in.
-        rows: the number of samples of a micro-batch.
-
-    Raises:
-        ValueError: the stages train otherwise than the whole model.
-    """
-    division = _division(context, rows)
-    examined: list[str | None] = []
-
-    def examine(whole: nn.Module) -> None:
-        if division is not None:
-            examined.append(
-                warning_about_parts(
-                    whole,
-                    job,
-                    train_set,
-                    division,
-                    device=context.device,
-                    precision=precision,
-                    seed=context.seed,
-                    loss=mean_loss(job),
-                )
-            )
-
-    notes = [builder.check_parity(examine=examine), *examined]
-    if division is not None and not examined:
-        notes.append(not_compared(division, "rank 0 has no memory for the whole model"))
-    return tuple(note for note in notes if note is not None)
-
-
-def _division(context: Context, rows: int) -> BatchDivision | None:
-    """Return how replicas and micro-batches divide the global batch; None if they do not."""
-    assert context.pipeline is not None
-    replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
-    microbatches = context.pipeline.num_microbatches
-    if replicas * slices * microbatches == 1:
-        return None
-    return BatchDivision(
-        by=by_keys(
-            context.options.name,
-            num_workers=context.mesh.num_workers if replicas > 1 else 1,
-            num_microbatches=microbatches,
-            grad_accumulation=slices,
-        ),
-        rows=rows,
-        in_turn=slices * microbatches > 1,
-        cut=replicas * slices == 1,
-    )

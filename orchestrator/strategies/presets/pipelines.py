@@ -46,7 +46,7 @@ class _OnePipeline(Synchronous[S], Generic[S]):
                 f"strategy.num_workers={num_workers}: {options.group_keys} leaves one stage; set it to "
                 f"{2 * options.group_size} or more, or use strategy=fsdp"
             )
-        return Mesh(pipeline=stages, context=options.context, tensor=options.tensor)
+        return Mesh(pipeline=stages, **options.group_sizes)
 
 
 @register("model_parallel")
@@ -88,8 +88,7 @@ class Pipelines(_Grid[DDPPipelineConfig]):
         return Mesh(
             replicate=cls.pipelines(options, num_workers, errors),
             pipeline=options.pipeline_parallel_size,
-            context=options.context,
-            tensor=options.tensor,
+            **options.group_sizes,
             replicas_close=options.close == "replicas",
         )
 
@@ -125,7 +124,6 @@ class ShardedStages(_Grid[FSDPPipelineConfig]):
         return Mesh(
             pipeline=options.pipeline_parallel_size,
             shard=shards,
-            context=options.context,
-            tensor=options.tensor,
+            **options.group_sizes,
             replicas_close=True,
         )

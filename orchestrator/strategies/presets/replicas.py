@@ -29,11 +29,11 @@ class Replicas(Synchronous[DDPConfig]):
 
     @classmethod
     def replica_size(cls, options: DDPConfig) -> int:
-        return options.tensor
+        return options.group_size
 
     @classmethod
     def mesh(cls, options: DDPConfig, num_workers: int, errors: list[str]) -> Mesh:
         replicas = options.groups(num_workers, errors)
         if options.shard_optimizer:
-            return Mesh(shard=replicas, tensor=options.tensor)
-        return Mesh(replicate=replicas, tensor=options.tensor)
+            return Mesh(shard=replicas, **options.group_sizes)
+        return Mesh(replicate=replicas, **options.group_sizes)

@@ -40,7 +40,7 @@ class Shards(Synchronous[FSDPConfig]):
                 f"strategy.num_workers={num_workers}: strategy.tensor={options.tensor} leaves nothing to divide over; "
                 f"set it to {2 * options.tensor} or more, or use strategy=ddp"
             )
-        return Mesh(shard=shards, context=options.context, tensor=options.tensor)
+        return Mesh(shard=shards, **options.group_sizes)
 
 
 @register("hsdp")
@@ -106,12 +106,7 @@ class ShardsOfReplicas(Synchronous[HSDPConfig]):
                 f"strategy.num_workers={num_workers}: {reason}; set it to {' or '.join(nearest)}, or use strategy=fsdp "
                 "or strategy=ddp, which take any number of workers"
             )
-        return Mesh(
-            replicate=max(1, replicas),
-            shard=size // options.group_size,
-            context=options.context,
-            tensor=options.tensor,
-        )
+        return Mesh(replicate=max(1, replicas), shard=size // options.group_size, **options.group_sizes)
 
 
 def _replicas_in_nodes(size: int, per_node: Sequence[int]) -> int:

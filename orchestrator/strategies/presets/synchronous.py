@@ -10,18 +10,24 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from orchestrator.config.schema import StrategyConfig, TrainConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import Keys, Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig
+from orchestrator.strategies.constructor import Outline
+from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig, TensorConfig
 from orchestrator.strategies.pipelined.stage_layout import reshard_errors, staged
 from orchestrator.strategies.rules import Rules
+from orchestrator.strategies.slots import slots_of
+
+if TYPE_CHECKING:
+    from orchestrator.strategies.transforms.part import Part
 
 _MOST_REPLICAS = 16
 """The replicas, or the stages, up to which a mesh on CPUs is looked for."""
@@ -51,7 +57,7 @@ class Synchronous(Rules[Keys]):
     def _is_asked_for(cls, options: Keys, num_workers: int) -> bool:
         errors = list[str]()
         mesh = cls.mesh(options, num_workers, errors)
-        return not errors and (mesh.num_shards > 1 or not _divides_optimizer(options))
+        return not errors and (mesh.num_shards > 1 or not slots_of(options, mesh).divides_optimizer)
 
     @classmethod
     def plan_layout(cls, options: Keys, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
@@ -61,21 +67,18 @@ class Synchronous(Rules[Keys]):
         valid_mesh = len(errors) == before
         if valid_mesh:
             errors += _unused_keys(keys, mesh)
-        if mesh.context > 1 and getattr(keys, "sequence", False):
-            errors.append(
-                f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
-                "already; set it to false"
-            )
+        errors += [error for part in _transforms(keys) for error in part.layout_errors(keys, mesh)]
         if mesh.pipeline == 1 or not isinstance(keys, StagedConfig):
             return Layout(mesh=mesh)
-        if _gathers(keys, mesh) and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
+        if slots_of(keys, mesh).gathers and isinstance(keys, ShardedConfig) and isinstance(keys, PipelinedConfig):
             errors += reshard_errors(keys.schedule) if keys.reshard_after_forward else []
         return staged(keys, train, mesh, errors, valid_mesh=valid_mesh)
 
     @classmethod
     def division(cls, options: Keys, mesh: Mesh) -> Division:
-        if not _gathers(options, mesh):
-            return Division(optimizer=mesh.num_shards if _divides_optimizer(options) else 1, stages=mesh.pipeline)
+        slots = slots_of(options, mesh)
+        if not slots.gathers:
+            return Division(optimizer=mesh.num_shards if slots.divides_optimizer else 1, stages=mesh.pipeline)
         return dataclasses.replace(
             Division.of(mesh),
             gradients=mesh.num_shards if mesh.pipeline == 1 else 1,  # a stage sums them after its last backward pass
@@ -85,12 +88,7 @@ class Synchronous(Rules[Keys]):
     @classmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         # Imported here, because only one of them is needed, and each imports another part of torch.
-        gathers = _gathers(options, mesh)
-        if mesh.pipeline == 1 and not gathers:
-            if mesh.workers_per_sample > 1:
-                from orchestrator.strategies.sharded.tensor_parallel import ShardedTensorParallel, TensorParallel
-
-                return ShardedTensorParallel if _divides_optimizer(options) else TensorParallel
+        if slots_of(options, mesh).has_buckets:
             if has_training_step(job):
                 from orchestrator.strategies.replicated.job_step import JobStep
 
@@ -99,24 +97,31 @@ class Synchronous(Rules[Keys]):
                 from orchestrator.strategies.trainer import Trainer
 
                 return Trainer
-            from orchestrator.strategies.replicated.ddp import DDP, ShardedDDP
+        from orchestrator.strategies.mesh_trainer import MeshTrainer
 
-            return ShardedDDP if options.shard_optimizer else DDP
-        if mesh.pipeline == 1:
-            from orchestrator.strategies.sharded.fsdp import FSDP
+        return MeshTrainer
 
-            return FSDP
-        if gathers:
-            from orchestrator.strategies.pipelined.fsdp_pipeline import FSDPPipeline
+    @classmethod
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
+        if trainer.runs_training_step or config.strategy.name == "single":
+            return trainer.check_job(config, outline, plan, errors)
+        from orchestrator.strategies.checks.mesh_checks import check_mesh
 
-            return FSDPPipeline
-        if _divides_optimizer(options):
-            from orchestrator.strategies.pipelined.pipeline import ShardedOptimizerPipeline
+        return check_mesh(config, outline, plan, errors)
 
-            return ShardedOptimizerPipeline
-        from orchestrator.strategies.pipelined.pipeline import Pipeline
+    @classmethod
+    def moves_parameters(cls, options: Keys, mesh: Mesh, job: Job) -> bool:
+        return slots_of(options, mesh).moves_parameters
 
-        return Pipeline
+
+def _transforms(options: StrategyConfig) -> Sequence[type[Part]]:
+    """Return the dimensions along which workers may compute the same samples, which few strategies have to load."""
+    if not isinstance(options, TensorConfig):
+        return ()
+    from orchestrator.strategies.transforms.every import TRANSFORMS
+
+    return TRANSFORMS
 
 
 def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
@@ -125,14 +130,13 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
     if mesh.pipeline == 1:
         of_stages = {"num_microbatches": "auto", "stages_per_rank": "auto", "split": "auto"}
         reasons["strategy.pipeline=1 has no stages"] = of_stages
-    if mesh.tensor == 1:
-        reasons["strategy.tensor=1 divides no layers"] = {"tensor_pairs": "auto", "sequence": False}
-    elif mesh.pipeline > 1:
-        reasons["the stages of a pipeline exchange all tokens"] = {"sequence": False}
-    if mesh.pipeline * mesh.workers_per_sample > 1 or _gathers(options, mesh):
+    for part in _transforms(options):
+        reasons |= part.unused_keys(mesh)
+    slots = slots_of(options, mesh)
+    if not slots.has_buckets:
         of_buckets = {"bucket_mb": "auto", "comm_hook": "none", "find_unused_parameters": False, "static_graph": False}
         reasons["only whole models on each worker have it"] = {**of_buckets, "sync_batchnorm": False}
-    if isinstance(options, ReplicatedConfig) and not _gathers(options, mesh):
+    if isinstance(options, ReplicatedConfig) and not slots.gathers:
         of_shards = {"wrap": "auto", "reshard_after_forward": True, "prefetch": 1}
         reasons["nothing is gathered without shards of parameters"] = of_shards
     return [
@@ -141,12 +145,3 @@ def _unused_keys(options: StrategyConfig, mesh: Mesh) -> list[str]:
         for key, unset in keys.items()
         if (value := getattr(options, key, unset)) != unset
     ]
-
-
-def _gathers(options: StrategyConfig, mesh: Mesh) -> bool:
-    """Return whether workers have shards of parameters, which are gathered to be used."""
-    return isinstance(options, ShardedConfig) and mesh.num_shards > 1 and not _divides_optimizer(options)
-
-
-def _divides_optimizer(options: StrategyConfig) -> bool:
-    return isinstance(options, ReplicatedConfig) and options.shard_optimizer

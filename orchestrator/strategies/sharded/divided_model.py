@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shape, is_divisible
-from orchestrator.strategies.group_reduction import Sums
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
@@ -222,29 +220,3 @@ class DividedModel:
         if self._wrapped is not None:
             self._wrapped.release()
             self._wrapped = None
-
-
-class PartSums(Sums):
-    """Sums over the ranks that have all parts together, in the backward passes, or once after all of a step."""
-
-    def __init__(self, model: DividedModel, batch: dist.ProcessGroup, *, at_end: bool):
-        """Prepare for the sums.
-
-        Args:
-            model: has the parts.
-            batch: the ranks that compute the same of the model, of other samples.
-            at_end: whether the sums are made after all backward passes.
-        """
-        self._model = model
-        self._batch = batch
-        self._at_end = at_end
-        self.remaining = model.distinct
-
-    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return self._model.wrapped.around_slice(last=last)
-
-    def finish(self, waits: WaitTimer) -> None:
-        with waits.waiting():
-            if self._at_end:
-                self._model.wrapped.sum_gradients()
-            self._model.take_gradients(self._batch)

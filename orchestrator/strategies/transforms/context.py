@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.generators import drawing
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.context_part import ContextPart
 from orchestrator.model.context_proof import Pass, prove
 from orchestrator.model.proven_model import ProvenModel
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import opened_dataset
@@ -30,6 +31,7 @@ from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.transforms.context_plan import ContextPlan
 from orchestrator.strategies.transforms.context_search import FoundContext, found_context
+from orchestrator.strategies.transforms.part import Part
 from orchestrator.user_code.steering import view_of
 
 LARGE = 4.0
@@ -37,7 +39,7 @@ LARGE = 4.0
 
 
 @dataclass(frozen=True)
-class ContextParts:
+class TokenPart(Part):
     """The tokens of one worker.
 
     Attributes:
@@ -46,34 +48,86 @@ class ContextParts:
         waits: what a step waits for the workers that have the others.
     """
 
+    dimension = "context"
+
     plan: ContextPlan
     part: ContextPart
     waits: WaitTimer
 
+    @classmethod
+    def layout_errors(cls, options: StrategyConfig, mesh: Mesh) -> list[str]:
+        if mesh.context == 1 or not getattr(options, "sequence", False):
+            return []
+        return [
+            f"strategy.sequence=true: with strategy.context={mesh.context}, workers have only some of the tokens "
+            "already; set it to false"
+        ]
+
+    @classmethod
+    def check(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        count = plan.mesh.context
+        key, remedy = f"strategy.context={count}", f"use strategy.shard={count} in place of it"
+        if config.train.compile is not False and not config.train.compiles_blocks:
+            errors.append(
+                f"train.compile={to_cli(config.train.compile)}: {key} divides what the blocks of the model compute; "
+                "set it to blocks, which compiles each of them"
+            )
+            return ()
+        try:
+            found = found_context(outline, opened_dataset(outline.job, "train", config.seed), count)
+            prove_more(outline, found, config.seed)
+        except ValueError as e:
+            errors.append(f"{key}: {e}; {remedy}")
+            return ()
+        plan_of_tokens, division = found.plan, found.plan.division
+        outline.found["context", count] = plan_of_tokens
+        loss = "of its own tokens"
+        if not plan_of_tokens.by_rows:
+            loss = "of all tokens, whose output it gathers, which takes memory"
+        if division.ends_whole:
+            loss = "and whatever follows the blocks of all tokens"
+        notes = [
+            f"{key} divides the tokens of each sample, as proven on the model; each worker computes the loss {loss}"
+        ]
+        if division.whole:
+            notes.append(f"{key}: each worker computes all tokens in {first_few(list(division.whole), 2)}")
+        return tuple(notes)
+
+    @classmethod
+    def outline(cls, outline: Outline, count: int, found: Mapping[Hashable, Any]) -> Outline:
+        plan = found.get(("context", count))
+        if not isinstance(plan, ContextPlan):
+            return outline
+        divided, part, before = plan, ContextPart(index=0, count=count), outline.transform
+        job = job_of_tokens(outline.job, divided, part)
+        return replace(outline, job=job, transform=lambda build: divided.divided(before(build), part), found={})
+
+    @classmethod
+    def called_with(cls, job: Job, inputs: Any) -> Any:
+        return job.positioned(inputs)
+
+    @classmethod
+    def find(cls, context: Context, job: Job, train_set: Any) -> TokenPart:
+        count = context.mesh.context
+        plan = found_context(Outline(job, context.train), train_set, count).plan
+        part = ContextPart(index=context.mesh.coords(context.global_rank).context, count=count)
+        return cls(plan, part, WaitTimer(context.device, counts=False))
+
     def of(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Return a constructor of the model that ``build`` returns, which computes these tokens."""
         return self.plan.divided(build, self.part)
 
     def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
             check_equal(self.plan, group, device, what="strategy.context: divisions of the samples")
         self.part.peers.group, self.part.peers.waiting = group, self.waits.waiting
 
-    def begin(self, job: Job, inputs: Any) -> Any:
-        """Begin a pass with whole samples. Return what a model of :meth:`of` is called with."""
+    def begin(self, inputs: Any) -> None:
         self.part.begin(inputs)
-        return job.positioned(inputs)
 
     def whole(self, output: Any) -> Any:
-        """Return the output for all tokens. Collective."""
         return self.part.whole(output, self.plan.division.outputs)
 
     def job(self, job: Job, *, by_rows: bool = True) -> Job:
-        """Return the job for passes through a model of :meth:`of`.
-
-        ``by_rows``: whether a loss that is a mean over tokens is computed of this rank's tokens.
-        """
         return job_of_tokens(job, replace(self.plan, by_rows=by_rows and self.plan.by_rows), self.part)
 
 
@@ -99,57 +153,6 @@ def job_of_tokens(job: Job, plan: ContextPlan, part: ContextPart) -> Job:
     if type(job).train_metrics is not Job.train_metrics:
         methods["train_metrics"] = train_metrics
     return cast(Job, view_of(job, methods))
-
-
-def context_parts(context: Context, job: Job, train_set: Any) -> ContextParts | None:
-    """Return the tokens of a rank; None if samples are not divided."""
-    count = context.mesh.context
-    if count == 1:
-        return None
-    plan = found_context(Outline(job, context.train), train_set, count).plan
-    part = ContextPart(index=context.mesh.coords(context.global_rank).context, count=count)
-    return ContextParts(plan, part, WaitTimer(context.device, counts=False))
-
-
-def context_outline(outline: Outline, count: int, found: Mapping[Hashable, Any]) -> Outline:
-    """Return the outline of what one of ``count`` workers computes, given what :func:`check_context` has found."""
-    plan = found.get(("context", count))
-    if not isinstance(plan, ContextPlan):
-        return outline
-    divided, part, before = plan, ContextPart(index=0, count=count), outline.transform
-    job = job_of_tokens(outline.job, divided, part)
-    return replace(outline, job=job, transform=lambda build: divided.divided(before(build), part), found={})
-
-
-def check_context(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-    """Check that samples can be divided over the workers of ``plan.mesh.context``; return notes for the user."""
-    count = plan.mesh.context
-    if count == 1:
-        return ()
-    key, remedy = f"strategy.context={count}", f"use strategy.shard={count} in place of it"
-    if config.train.compile is not False and not config.train.compiles_blocks:
-        errors.append(
-            f"train.compile={to_cli(config.train.compile)}: {key} divides what the blocks of the model compute; set it "
-            "to blocks, which compiles each of them"
-        )
-        return ()
-    try:
-        found = found_context(outline, opened_dataset(outline.job, "train", config.seed), count)
-        prove_more(outline, found, config.seed)
-    except ValueError as e:
-        errors.append(f"{key}: {e}; {remedy}")
-        return ()
-    plan_of_tokens, division = found.plan, found.plan.division
-    outline.found["context", count] = plan_of_tokens
-    loss = (
-        "of its own tokens" if plan_of_tokens.by_rows else "of all tokens, whose output it gathers, which takes memory"
-    )
-    if division.ends_whole:
-        loss = "and whatever follows the blocks of all tokens"
-    notes = [f"{key} divides the tokens of each sample, as proven on the model; each worker computes the loss {loss}"]
-    if division.whole:
-        notes.append(f"{key}: each worker computes all tokens in {first_few(list(division.whole), 2)}")
-    return tuple(notes)
 
 
 def prove_more(outline: Outline, found: FoundContext, seed: int) -> None:

@@ -1,7 +1,7 @@
 """How the samples of a job are divided by tokens: found in passes without memory, and tried with random weights.
 
 Each rank looks for itself, and finds the same. What is found is proven by the driver
-(:func:`orchestrator.strategies.transforms.context.check_context`).
+(:func:`orchestrator.strategies.transforms.context.TokenPart.check`).
 """
 
 from __future__ import annotations

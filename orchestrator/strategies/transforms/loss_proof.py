@@ -11,12 +11,16 @@ from torch import Tensor
 
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
-from orchestrator.model.batch import map_tensors, tensors_in
+from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
 from orchestrator.model.proving import TOLERANCE, difference
 from orchestrator.model.tensor.peers import Peers, in_lockstep
 
 IGNORED = -100
 """The label that torch's losses leave out."""
+MOVED = 30.0
+"""How far an output is moved along its gradient, which is at most one after that of a cross-entropy is scaled."""
+FEWEST_LABELS = 4
+"""The number of the smallest labels, which a loss may treat in another way than others."""
 
 
 def tensors_of_tokens(tree: Any, tokens: int) -> list[Tensor]:
@@ -35,7 +39,8 @@ def loss_divides(
 ) -> bool:
     """Return whether the loss of a whole output, and its gradient, are those that each of ``count`` ranks computes.
 
-    Also if labels are ignored, of some samples more than of others.
+    Also if labels are ignored, of some samples more than of others, and if the loss of one rank is small and that of
+    others large, so that a limit of the mean is between them.
 
     Args:
         job: the job.
@@ -48,8 +53,8 @@ def loss_divides(
     with drawing(0):
         output = map_tensors(_random, output)
     agreed = False
-    for number, labels in enumerate(_targets(target)):
-        whole = _with_gradients(output)
+    for number, (values, labels) in enumerate(_tries(job, output, target, lambda tree: cut(tree, 0))):
+        whole = _with_gradients(values)
         try:
             wanted = job.loss(whole, labels)
             gradients = _gradients(wanted, whole)
@@ -59,9 +64,11 @@ def loss_divides(
             continue  # these are no labels
         if not wanted.isfinite():
             continue
+        if number == 0 and not _largest(gradients):  # a limit that is reached says nothing of others
+            return False
 
-        def agrees(index: int, peers: Peers, labels: Any = labels, wanted: Any = (wanted, gradients)) -> bool:
-            own = _with_gradients(cut(output, index))
+        def agrees(index: int, peers: Peers, tried: Any = (values, labels), wanted: Any = (wanted, gradients)) -> bool:
+            own, labels = _with_gradients(cut(tried[0], index)), tried[1]
             found = loss(own, labels, index, peers)
             pairs = [(found.detach(), wanted[0].detach())]
             pairs += zip(tensors_in(_gradients(found, own)), tensors_in(cut(wanted[1], index)), strict=True)
@@ -76,15 +83,46 @@ def loss_divides(
     return agreed
 
 
+def _tries(job: Job, output: Any, target: Any, first: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield outputs and targets; ``first`` returns what the first rank has of an output."""
+    targets = _targets(target)
+    yield output, next(targets)
+    yield _unequal(job, output, target, first), target
+    yield from ((output, labels) for labels in targets)
+
+
+def _unequal(job: Job, output: Any, target: Any, first: Callable[[Any], Any]) -> Any:
+    """Return an output that has a small loss on the first rank, and a large one on the others."""
+    whole = _with_gradients(output)
+    slopes = _gradients(job.loss(whole, target), whole)
+    largest = _largest(slopes)
+    places = map_tensors(lambda tensor: torch.arange(tensor.numel()).view(tensor.shape), output)
+    own = iter(tensors_in(first(places)))
+
+    def moved(tensor: Tensor, slope: Tensor) -> Tensor:
+        up = torch.ones(tensor.numel(), dtype=slope.dtype)
+        up[next(own).flatten()] = -1
+        return tensor + up.view(tensor.shape) * slope * (MOVED / largest) if tensor.is_floating_point() else tensor
+
+    return map_leaves(lambda t, s: moved(t, s) if isinstance(t, Tensor) else t, output, slopes) if largest else output
+
+
+def _largest(slopes: Any) -> float:
+    floats = [slope for slope in tensors_in(slopes) if slope.is_floating_point() and slope.numel()]
+    return max((float(slope.abs().max()) for slope in floats), default=0.0)
+
+
 def _targets(target: Any) -> Iterator[Any]:
-    """Yield a target, and others in which some of its labels are ignored."""
+    """Yield a target, and others of whose labels some are ignored, or small ones, as those of padding often are."""
     yield target
     for labels in tensors_in(target):
         if not labels.is_floating_point() and labels.ndim > 1:
-            fewer, tokens = labels.clone(), labels.shape[1]
-            for row, ignored in enumerate((tokens // 3, tokens // 2)):
-                fewer[row::2, :ignored] = IGNORED
-            yield map_tensors(functools.partial(_replaced, labels, fewer), target)
+            ones = [1] * (labels.ndim - 2)
+            rows, places = torch.arange(len(labels)).view(-1, 1, *ones), torch.arange(labels.shape[1]).view(-1, *ones)
+            few = places < labels.shape[1] // 3 + rows % 2 * (labels.shape[1] // 6)
+            for others in (torch.tensor(IGNORED), torch.tensor(-1), places % FEWEST_LABELS):
+                fewer = labels.where(~few, others.to(labels.dtype))
+                yield map_tensors(functools.partial(_replaced, labels, fewer), target)
 
 
 def _replaced(tensor: Tensor, replacement: Tensor, other: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import is_linear
 from orchestrator.model.tensor.vocabulary import vocabularies
+from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.placement import Placement
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import opened_dataset
@@ -31,6 +33,7 @@ from orchestrator.strategies.groups import check_equal
 from orchestrator.strategies.keys import Pairs, TensorConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
+from orchestrator.strategies.transforms.part import Part
 from orchestrator.strategies.transforms.tensor_division import TensorPlan
 from orchestrator.strategies.transforms.tensor_plan import found_plan, is_in, parsed
 
@@ -39,7 +42,7 @@ LEAST_SHARE = 0.45
 
 
 @dataclass(frozen=True)
-class TensorParts:
+class TensorPart(Part):
     """The part of one worker.
 
     Attributes:
@@ -49,21 +52,67 @@ class TensorParts:
         waits: what a step waits for them.
     """
 
+    dimension = "tensor"
+    divides_layers = True
+
     plan: TensorPlan
     index: int
     peers: Peers
     waits: WaitTimer
 
+    @classmethod
+    def unused_keys(cls, mesh: Mesh) -> Mapping[str, Mapping[str, object]]:
+        if mesh.tensor == 1:
+            return {"strategy.tensor=1 divides no layers": {"tensor_pairs": "auto", "sequence": False}}
+        return {"the stages of a pipeline exchange all tokens": {"sequence": False}} if mesh.pipeline > 1 else {}
+
+    @classmethod
+    def check(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        size, options = plan.mesh.tensor, TensorConfig.of(config.strategy)
+        if config.train.compile is not False and not config.train.compiles_blocks:
+            errors.append(
+                f"train.compile={to_cli(config.train.compile)}: strategy.tensor={size} divides the blocks of the "
+                "model; set it to blocks, which compiles each of them"
+            )
+            return ()
+        train_set = opened_dataset(outline.job, "train", config.seed)
+        found, notes = tensor_errors(outline, train_set, size, options.tensor_pairs, sequence=options.sequence)
+        errors += found
+        return notes
+
+    @classmethod
+    def outline(cls, outline: Outline, count: int, found: Mapping[Hashable, Any]) -> Outline:
+        return tensor_outline(outline, count)
+
+    @classmethod
+    def find(cls, context: Context, job: Job, train_set: Any) -> TensorPart:
+        options, outline = TensorConfig.of(context.options), Outline(job, context.train)
+        size, pairs = context.mesh.tensor, options.tensor_pairs
+        plan = found_plan(outline, train_set, size, pairs, sequence=options.sequence)
+        index = context.mesh.coords(context.global_rank).tensor
+        return cls(plan, index, Peers(), WaitTimer(context.device, counts=False))
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return self.plan.size
+
     def of(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Return a constructor of this part of the model that ``build`` returns."""
         return self.plan.divided(build, index=self.index, peers=self.peers)
 
+    def placed(self, name: str, placement: Placement) -> Placement:
+        return self.plan.placement(name, placement.shape)
+
     def connect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Compute with the ranks of ``group``; None: with no others. Collective."""
         if group is not None:
             plan = (self.plan.blocks, self.plan.vocabulary, self.plan.divided_logits, self.plan.ends)
             check_equal(plan, group, device, what="strategy.tensor: divisions of the model")
         self.peers.group, self.peers.waiting = group, self.waits.waiting
+
+    def flop_share(self) -> float:
+        return 1 if self.peers.inside else 1 / self.plan.size
+
+    def is_timed(self, train: TrainConfig) -> bool:
+        return train.compile is False  # compiled code measures nothing
 
 
 def assumed_division(model: nn.Module, size: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
@@ -74,37 +123,6 @@ def assumed_division(model: nn.Module, size: int) -> tuple[set[nn.Parameter], se
         {parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 1},
         {parameter for module in tables for parameter in module.parameters()},
     )
-
-
-def tensor_parts(context: Context, job: Job, train_set: Any) -> TensorParts | None:
-    """Return the part of a rank; None if the model is not divided in this way."""
-    size = context.mesh.tensor
-    if size == 1:
-        return None
-    options = TensorConfig.of(context.options)
-    outline = Outline(job, context.train)
-    plan = found_plan(outline, train_set, size, options.tensor_pairs, sequence=options.sequence)
-    return TensorParts(
-        plan, context.mesh.coords(context.global_rank).tensor, Peers(), WaitTimer(context.device, counts=False)
-    )
-
-
-def check_tensor(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-    """Check that the job's model can be divided over the workers of ``plan.mesh.tensor``; return notes for the user."""
-    if plan.mesh.tensor == 1:
-        return ()
-    if config.train.compile is not False and not config.train.compiles_blocks:
-        errors.append(
-            f"train.compile={to_cli(config.train.compile)}: strategy.tensor={plan.mesh.tensor} divides the blocks of "
-            "the model; set it to blocks, which compiles each of them"
-        )
-        return ()
-    train_set = opened_dataset(outline.job, "train", config.seed)
-    options = TensorConfig.of(config.strategy)
-    size, pairs = plan.mesh.tensor, options.tensor_pairs
-    found, notes = tensor_errors(outline, train_set, size, pairs, sequence=options.sequence)
-    errors += found
-    return notes
 
 
 def tensor_outline(outline: Outline, size: int) -> Outline:

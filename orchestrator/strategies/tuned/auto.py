@@ -25,11 +25,10 @@ from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.keys import AutoConfig, DDPConfig, FSDPConfig
 from orchestrator.strategies.measure.device import free_memory
 from orchestrator.strategies.measure.job_metrics import EvalSums
+from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register
-from orchestrator.strategies.replicated.ddp import DDP
 from orchestrator.strategies.rules import Rules
-from orchestrator.strategies.sharded.fsdp import FSDP
 from orchestrator.strategies.tuned import passes
 from orchestrator.strategies.tuned.machinery import MachineryCost, group_cost, machinery_cost, message_cost
 from orchestrator.tuning.choice import server_counts, stage_counts, worker_counts
@@ -180,16 +179,16 @@ class Auto(Strategy):
         """Return a profile with what ``ddp`` and ``fsdp`` take longer than the parts that were measured. Collective."""
         context, n = self.context, self.context.mesh.world_size
         measured = functools.partial(
-            passes.together_ms, job=self.job, train_set=self._train_set, context=context, control=control
+            passes.together_ms, MeshTrainer, job=self.job, train_set=self._train_set, context=context, control=control
         )
         rows, threads = passes.slice_rows(context) / n, torch.get_num_threads()
         known_ms = step_of_replicas_ms(profile, n, rows=rows, threads=threads)
-        ddp_ms = measured(DDP, _ddp_options(n), Mesh(replicate=n), expected_ms=known_ms)
+        ddp_ms = measured(_ddp_options(n), Mesh(replicate=n), expected_ms=known_ms)
         profile = dataclasses.replace(profile, ddp_ms=0.0 if ddp_ms is None else ddp_ms - known_ms)
         if not AutoConfig.of(context.options).with_parts:
             return profile
         known_ms = step_in_parts_ms(profile, n, rows=rows, threads=threads)
-        parts_ms = measured(FSDP, _fsdp_options(n), Mesh(shard=n), expected_ms=known_ms)
+        parts_ms = measured(_fsdp_options(n), Mesh(shard=n), expected_ms=known_ms)
         return dataclasses.replace(profile, parts_ms=0.0 if parts_ms is None else parts_ms - known_ms)
 
 

@@ -24,7 +24,7 @@ from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.keys import ParameterServerConfig, PipelineConfig, SingleConfig
 from orchestrator.strategies.measure.device import mean_over, medians_ms
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.tuned.passes import STEPS
@@ -127,7 +127,7 @@ def _pipeline_cost(context: Context, measured: Callable[..., float], *, stages_p
         orders = computations(schedule, n, microbatches, stages_per_rank)
         passes_in_a_row = extent_s(simulate(orders, duration_of=lambda action: 1.0))
         staged = _staged(context, schedule, microbatches, stages_per_rank)
-        points.append((passes_in_a_row, measured(Pipeline(staged, job), rows=ROWS * n)))
+        points.append((passes_in_a_row, measured(MeshTrainer(staged, job), rows=ROWS * n)))
     return fit(points)
 
 

@@ -17,8 +17,8 @@ Therefore the host enqueues an update only after :class:`Confirmation`, and so a
 A rank that fails or is freed has thus made exactly the updates of the steps that it counts as completed: the exception
 comes before the update of the next step, or after that step is counted. What else an interrupted step has changed is
 undone when the next generation begins (``Trainer.attach``). Where the state of a rank is in the memory of its replicas
-alone, the update is made then instead if another rank has made its own (``Pipeline.recover_state``): that rank has the
-norm of the whole gradient, so every rank has its gradients. The same wait stands before received state is loaded
+alone, the update is made then instead if another rank has made its own (``MeshTrainer.recover_state``): that rank has
+the norm of the whole gradient, so every rank has its gradients. The same wait stands before received state is loaded
 and before numbers from the device are reported or saved.
 
 The host queries the event, so that the driver's word frees it even if the abort takes time. A step pays for this with

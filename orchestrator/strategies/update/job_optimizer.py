@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from orchestrator.compat.torch import DataDependentOutputException, FakeTensor, changes_step, pytree, version_of
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
@@ -66,10 +66,13 @@ def optimizer_of_part(job: Job, whole: nn.Module, part: nn.Module) -> Optimizer:
 
 
 def schedule_of(
-    job: Job, optimizers: Sequence[Optimizer], *, steps: int, steps_per_epoch: float | None
+    job: Job, optimizers: Sequence[Optimizer], train: TrainConfig, *, steps_per_epoch: float | None
 ) -> Schedule | None:
     """Return the schedule of the learning rates of ``optimizers``; None if all are constant."""
-    made = Schedule(optimizers, functools.partial(scheduler_of, job), steps=steps, steps_per_epoch=steps_per_epoch)
+    make: Callable[..., LRScheduler | None] = functools.partial(scheduler_of, job)
+    if train.lr_range is not None:
+        make = functools.partial(rising, *train.lr_range)
+    made = Schedule(optimizers, make, steps=train.steps, steps_per_epoch=steps_per_epoch)
     return made if made.label or has_steering(job) else None
 
 
@@ -96,6 +99,17 @@ def scheduler_of(job: Job, optimizer: Optimizer, *, steps: int, steps_per_epoch:
             "length: give the stream __len__, or the argument a default, or leave it out"
         )
     return job.scheduler(optimizer, steps)
+
+
+def rising(
+    first: float, last: float, optimizer: Optimizer, *, steps: int, steps_per_epoch: float | None = None
+) -> LRScheduler:
+    """Return a schedule by which the rate of the first group rises exponentially, with the others in proportion."""
+    groups = optimizer.param_groups
+    scale = first / float(groups[0]["lr"]) if groups[0]["lr"] else 1.0
+    for group in groups:
+        group["lr"] = group["initial_lr"] = scale * float(group["lr"]) or first
+    return LambdaLR(optimizer, lambda update: (last / first) ** (update / max(1, steps - 1)))
 
 
 def check_optimizer(job: Job, model: nn.Module, config: Config) -> list[str]:

@@ -13,6 +13,9 @@ from orchestrator.worker.control.control import CutOff
 GRACE_SHARE = 0.25
 """The share of ``cluster.stop_grace_s`` that such code has to end by itself; the rest is for the checkpoint."""
 
+LATER_SHARE = 0.25
+"""The share of that time which later calls have, once it is over: the ranks may still have one step to end."""
+
 Returned = TypeVar("Returned")
 
 
@@ -33,6 +36,7 @@ class Interruption:
         self._lock = threading.Lock()
         self._thread: int | None = None  # the one that may be interrupted
         self._is_asked = False
+        self._is_late = False  # whether the delay is over
 
     def run(self, call: Callable[[], Returned]) -> Returned:
         """Return what ``call()`` returns.
@@ -41,6 +45,7 @@ class Interruption:
             CutOff: it took too long.
             Exception: whatever ``call`` raises.
         """
+        later = self._raise_after(self._delay_s * LATER_SHARE) if self._is_late and self._is_due() else None
         try:
             self._thread = threading.get_ident()
             return call()
@@ -48,18 +53,25 @@ class Interruption:
             while self._thread is not None:
                 with contextlib.suppress(CutOff), self._lock:  # it may come here too: the call has ended then
                     self._thread = None
+            if later is not None:
+                later.cancel()
 
     def look(self) -> None:
         """Begin the delay if the ranks have to stop; called whenever that may be so."""
         if self._is_due() and not self._is_asked:
             self._is_asked = True
-            timer = threading.Timer(self._delay_s, self._raise)
-            timer.daemon = True
-            timer.start()
+            self._raise_after(self._delay_s)
         elif not self._is_due():
-            self._is_asked = False
+            self._is_asked = self._is_late = False
+
+    def _raise_after(self, delay_s: float) -> threading.Timer:
+        timer = threading.Timer(delay_s, self._raise)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def _raise(self) -> None:
         with self._lock:
+            self._is_late = True
             if self._thread is not None and self._is_due():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(CutOff))

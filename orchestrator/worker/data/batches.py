@@ -68,11 +68,24 @@ class SampleOrder:
         weights: draw each sample with a probability in proportion to its weight, and with replacement; float64, shape
             (n,). None for a permutation in each epoch.
         batches: draws the batches of an epoch, of n samples in all, from a generator; None if the job draws none.
+        limit: how many samples there are at most: the first ones of the first epoch, in the same order in each epoch.
+
+    Attributes:
+        n: the number of samples in an epoch.
     """
 
-    def __init__(self, *, n: int, seed: int, weights: Tensor | None = None, batches: Batches | None = None):
+    def __init__(
+        self,
+        *,
+        n: int,
+        seed: int,
+        weights: Tensor | None = None,
+        batches: Batches | None = None,
+        limit: int | None = None,
+    ):
         assert n > 0
-        self.n = n
+        self.n = n if limit is None else min(n, limit)
+        self._drawn = n
         self.seed = seed
         self.weights = weights
         self.batches = batches
@@ -84,23 +97,25 @@ class SampleOrder:
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(start + len(found), self.n)
+            if self.n < self._drawn:
+                epoch = 0
             if epoch != self._epoch:
                 self._epoch = epoch
                 if self.batches is not None:
                     self._order = self.batches(datasets.epoch_generator(self.seed, epoch)).flatten()
                     self._check_length(epoch)
                 elif self.weights is None:
-                    self._order = permutation(self.n, seed=self.seed, epoch=epoch)
+                    self._order = permutation(self._drawn, seed=self.seed, epoch=epoch)
                 else:
                     self._order = drawn_by_weight(self.weights, seed=self.seed, epoch=epoch)
-            found += self._order[offset : offset + count - len(found)].tolist()
+            found += self._order[offset : min(self.n, offset + count - len(found))].tolist()
         return found
 
     def _check_length(self, epoch: int) -> None:
-        if len(self._order) != self.n:
+        if len(self._order) != self._drawn:
             raise datasets.DatasetError(
-                f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self.n}; return "
-                "the same number of batches in every epoch"
+                f"job.batch_sampler: epoch {epoch} has {len(self._order)} samples, and the first had {self._drawn}; "
+                "return the same number of batches in every epoch"
             )
 
 
@@ -157,11 +172,18 @@ class Sampling:
         seed: the seed of the run.
         weights: the sampling weight of each sample, as :func:`checked_weights` returns them; None for permutations.
         batches: draws the global batches of an epoch from a generator; None if the job draws none.
+        limit: see :class:`SampleOrder`.
     """
 
     seed: int
     weights: Tensor | None = None
     batches: Batches | None = None
+    limit: int | None = None
+
+    def order(self, dataset: Any) -> SampleOrder:
+        """Return the sequence of the samples of ``dataset``."""
+        n = len(dataset) if self.batches is None else self.batches(datasets.epoch_generator(self.seed, 0)).numel()
+        return SampleOrder(n=n, seed=self.seed, weights=self.weights, batches=self.batches, limit=self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +236,12 @@ def train_batches(
         return datasets.mix(sampling.seed, "train", position)
 
     def indices(dataset: Any) -> Iterator[tuple[int, list[int]]]:
-        n = len(dataset) if batches is None else batches(datasets.epoch_generator(sampling.seed, 0)).numel()
         if batches is not None and samples_consumed % global_batch_size:
             raise datasets.DatasetError(
                 f"train.global_batch_size={global_batch_size}: the run has read {samples_consumed} samples in batches "
                 "of job.batch_sampler, not a multiple of this; continue with the batch size so far"
             )
-        order = SampleOrder(n=n, seed=sampling.seed, weights=sampling.weights, batches=batches)
+        order = sampling.order(dataset)
         for step in range(steps):
             start = samples_consumed + step * global_batch_size
             for offset, size in zip(offsets, sizes, strict=False):
@@ -276,6 +297,8 @@ class Padded:
 class EvalBatches:
     """This rank's share of the data of ``split``, in order. Each pass yields ``(batch, number of valid leading rows)``.
 
+    ``kept``: the samples to evaluate, or for a stream, as many of its first ones; None for all.
+
     Every rank yields the same number of batches, each of ``batch_size`` rows. Rows that are not valid repeat some
     sample; batches without a row for each sample get none, unless ``pad_ragged``. Over all ranks, each sample is valid
     exactly once. Loader processes stay until :meth:`close`, for further passes. What is drawn at random depends on
@@ -292,6 +315,7 @@ class EvalBatches:
         dp_rank: int,
         read: bool = True,
         split: Split = VAL,
+        kept: Sequence[int] | None = None,
         pad_ragged: bool = False,
         seed: int = 0,
     ):
@@ -306,8 +330,9 @@ class EvalBatches:
         self._streamed = datasets.is_stream(dataset)
         function = Padded(functools.partial(datasets.make_batch, loading.collate), batch_size, pad_ragged)
         self.num_batches: int | None = None
-        if not self._streamed:
-            self.num_batches = math.ceil(even_shares(len(dataset), data_parallel_size)[0] / batch_size)
+        self._kept = range(len(dataset)) if kept is None and not self._streamed else kept
+        if self._kept is not None and not self._streamed:
+            self.num_batches = math.ceil(even_shares(len(self._kept), data_parallel_size)[0] / batch_size)
             loading = replace(loading, num_workers=min(loading.num_workers, self.num_batches))
         self._loader = Loader(
             Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
@@ -337,19 +362,23 @@ class EvalBatches:
         """End the loader processes. A later pass starts new ones."""
         self._loader.close()
 
+    def _first_samples(self) -> Iterator[Any]:
+        return itertools.islice(self._dataset, None if self._kept is None else len(self._kept))
+
     def _seed_at(self, position: int) -> int:
         return datasets.mix(self._seed, self._split, position)
 
     def _indices(self, counts: deque[int], *, only_ends: bool) -> Iterator[tuple[int, list[int]]]:
         """Yield the indices of each batch of a map-style dataset; ``counts`` receives how many of them are valid."""
-        n = len(self._dataset)
+        assert self._kept is not None
+        n = len(self._kept)
         shares = even_shares(n, self._data_parallel_size)
         first = sum(shares[: self._dp_rank])
         end = first + shares[self._dp_rank]
         starts = range(first, first + shares[0], self._batch_size)
         for start in sorted({starts[0], starts[-1]}) if only_ends else starts:
             counts.append(max(0, min(end - start, self._batch_size)))
-            yield self._seed_at(start), list(range(start, start + counts[-1])) or [n - 1]
+            yield self._seed_at(start), list(self._kept[start : start + counts[-1]]) or [self._kept[-1]]
 
     def _slices(self, counts: deque[int]) -> Iterator[tuple[int, Slice | ReadFailure]]:
         """Yield the samples of each batch of a stream; ``counts`` receives how many of them are valid."""
@@ -361,9 +390,10 @@ class EvalBatches:
                 with drawing(datasets.mix(self._seed, self._split, "stream", start)):
                     total = self._batch_size * self._data_parallel_size
                     if isinstance(self._dataset, Fed):
+                        total = total if self._kept is None else min(total, len(self._kept) - start)
                         read, items = self._dataset.part(start, total, first=first, end=end)
                     else:
-                        samples = iter(self._dataset) if samples is None else samples
+                        samples = self._first_samples() if samples is None else samples
                         whole = list(itertools.islice(samples, total))
                         read, items = len(whole), whole[first:end] or whole[-1:]
             except (DataError, JobError) as e:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.streams import divides_by_rank
-from orchestrator.config.eval_splits import VAL, how_to_leave_out
+from orchestrator.config.eval_splits import TRAIN, VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
 from orchestrator.state.transport import broadcast_json, gather_json
@@ -158,7 +158,7 @@ class JobData:
                 f"Job.carried: row i of {', '.join(self._job.carried)} belongs to row i of every batch, and samples "
                 "are read in random order; define Job.batch_sampler, or return a stream from job.dataset('train')"
             )
-        self.samples_per_epoch = samples_per_epoch(self._job, self.datasets.train, batch_size)
+        self.samples_per_epoch = samples_per_epoch(self._job, self.datasets.train, assignment.config.train)
 
     def sample_source(self) -> Any:
         """Return the training set, or another one if that is a stream, which may count its iterators."""
@@ -184,6 +184,11 @@ class JobData:
             raise DatasetError(
                 f"data.read={self._assignment.config.data.read}: job.dataset('train') returns a map-style dataset, of "
                 "which each rank reads its own share; leave data.read out, or return a stream"
+            )
+        if fed is not None and split == TRAIN and self._assignment.config.train.limit_batches is not None:
+            raise DatasetError(
+                "train.limit_batches: the data is read by another process, which goes through all of it; end it in "
+                "Job.dataset, as by ray.data.Dataset.limit()"
             )
         return opened_dataset(job, split, seed) if fed is None else fed
 
@@ -214,7 +219,7 @@ class JobData:
         streamed = is_stream(self.datasets.train)
         batches = train_batches(
             self._reader_at(samples_consumed) if streamed else self.datasets.train,
-            Sampling(seed=config.seed, weights=self.datasets.weights, batches=self._batches),
+            self._sampling,
             Share(
                 global_batch_size=config.train.global_batch_size,
                 data_parallel_size=mesh.data_parallel_size,
@@ -352,6 +357,7 @@ class JobData:
             dataset,
             loading,
             split=split,
+            kept=self._kept(split, dataset),
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
@@ -359,6 +365,22 @@ class JobData:
             pad_ragged=self._strategy.cuts_batches,
             seed=self._assignment.config.seed,
         )
+
+    @property
+    def _sampling(self) -> Sampling:
+        config = self._assignment.config
+        limit = config.train.limit_samples
+        return Sampling(seed=config.seed, weights=self.datasets.weights, batches=self._batches, limit=limit)
+
+    def _kept(self, split: str, dataset: Any) -> Sequence[int] | None:
+        """Return the samples that ``train.limit_batches`` and ``train.limit_eval_batches`` leave to evaluate."""
+        train = self._assignment.config.train
+        if (count := train.limit_eval_samples(split)) is None:
+            return None
+        if split == TRAIN and train.limit_samples is not None and not is_stream(dataset):  # what is trained on
+            order = self._sampling.order(dataset)
+            return order.indices(0, min(count, order.n))
+        return range(count if is_stream(dataset) else min(count, len(dataset)))
 
     def _loading(self, num_workers: int) -> Loading:
         return Loading(
@@ -382,6 +404,7 @@ class JobData:
                     recent=2 * self._assignment.plan.loader_processes + 4,  # each loader process prefetches two batches
                     seed=seed,
                     batch_size=self._assignment.config.train.global_batch_size,
+                    limit=self._assignment.config.train.limit_samples,
                 )
             )
             if self._mark is not None:

@@ -7,6 +7,7 @@ process; then a position means the same at any number of workers, as it does for
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,21 @@ class Mark:
         return values if unchanged and len(text) <= MAX_STATE_BYTES else None
 
 
+class FirstSamples:
+    """The first ``count`` samples of a stream, which are those of its first epoch in every epoch."""
+
+    def __init__(self, stream: Any, count: int):
+        self.stream, self.count = stream, count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin any epoch as the first one."""
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.stream), self.count)
+
+
 class StreamReader:
     """Reads the samples of a stream. The end of an iterator is the end of an epoch, and the next one begins again.
 
@@ -68,14 +84,26 @@ class StreamReader:
         recent: how many of the last calls of :meth:`read` can be gone back.
         seed: the seed of what the stream draws at random.
         batch_size: the samples that are read at once; after each, the seed and the position determine what is drawn.
+        limit: how many samples there are at most: the first ones of the first epoch, in every epoch.
 
     Attributes:
         position: the number of samples read or skipped.
         resume_advice: what a user can change so that it does; empty if it does.
     """
 
-    def __init__(self, stream: Any, *, split: Split = "train", recent: int = 4, seed: int = 0, batch_size: int = 1):
+    def __init__(
+        self,
+        stream: Any,
+        *,
+        split: Split = "train",
+        recent: int = 4,
+        seed: int = 0,
+        batch_size: int = 1,
+        limit: int | None = None,
+    ):
         self.position = 0
+        self._limit = limit
+        stream = stream if limit is None else FirstSamples(stream, limit)
         self._has_state, self.resume_advice = _resuming(stream)
         self._stream = stream
         self._split = split
@@ -141,7 +169,8 @@ class StreamReader:
 
     @property
     def _seed_here(self) -> int:
-        return mix(self._seed, "stream", self.position)
+        position = self.position if self._limit is None else self.position % self._limit
+        return mix(self._seed, "stream", position)
 
     def _next(self) -> Any:
         for _ in range(2):  # an iterator may be at its end; the next one has a sample
@@ -196,6 +225,8 @@ class StreamReader:
 
 def _resuming(stream: Any) -> tuple[bool, str]:
     """Return whether reading can begin at the state of ``stream``, and otherwise what a user can change."""
+    if isinstance(stream, FirstSamples):
+        return False, ""
     if not all(hasattr(stream, name) for name in ("state_dict", "load_state_dict")):
         return False, "with state_dict() and load_state_dict(), it could begin there"
     if name := needed_argument(stream.state_dict):

@@ -99,6 +99,14 @@ class ScriptProcess:
         worked_s, self._cpu_s = used_s - self._cpu_s, used_s
         return worked_s > IDLE_SHARE * seconds
 
+    def open_files(self, mark: str) -> list[Path]:
+        """Return the files with ``mark`` in their name that it, or a process that it has started, has open."""
+        found: list[Path] = []
+        for process in self._look():
+            with contextlib.suppress(OSError):  # it has ended, or runs as another user
+                found += [link.readlink() for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+        return sorted({path for path in found if mark in path.name and path.is_file()})
+
     def _look(self) -> Sequence[psutil.Process]:
         """Return the script and its descendants, which it may leave behind under another parent."""
         found: Sequence[psutil.Process] = ()
@@ -219,6 +227,14 @@ class ReportSocket:
         """A file for the exception that ends the script, which ``at_start/sitecustomize.py`` writes."""
         return self._folder / sitecustomize.UNCAUGHT
 
+    def event_files(self) -> list[Path]:
+        """Return the event files that the script has opened, as ``at_start/sitecustomize.py`` tells."""
+        try:
+            text = (self._folder / sitecustomize.EVENT_FILES).read_text(errors="surrogateescape")
+        except FileNotFoundError:
+            return []
+        return [Path(line) for line in text.splitlines()]
+
     def __enter__(self) -> ReportSocket:
         return self
 
@@ -275,6 +291,11 @@ class Reports:
         self.step = 0
         self.steps = 0
         self._reported_at: float | None = None
+
+    def note_step(self, step: int) -> None:
+        """Take ``step``, of an event file, as the progress of a script that has not reported any itself."""
+        if self._reported_at is None:
+            self.step = max(self.step, step)
 
     def point(self, line: bytes) -> TrainPoint | None:
         """Return the point of one report; None if ``line`` is no report: any process can write to the socket."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import selectors
@@ -13,13 +14,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from orchestrator.protocol.events import FirstStepDone, StepsKnown, Warned
+from orchestrator.protocol.events import FirstStepDone, MetricsLogged, StepsKnown, Warned
 from orchestrator.protocol.messages import Assignment, Failure, FlightRecord, Outcome, Stacks
-from orchestrator.records.json_file import read_json, write_json
-from orchestrator.records.lock import locked
 from orchestrator.records.rank_log import log_tail
 from orchestrator.records.run_dir import RunDir
 from orchestrator.script_api import LARGEST_REPORT_BYTES
@@ -28,7 +27,9 @@ from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.process.node_facts import kernel_oom_kills
 from orchestrator.worker.process.output import flight_record_of
 from orchestrator.worker.script import child_process
+from orchestrator.worker.script.event_files import MARK, EventFiles
 from orchestrator.worker.script.script_failure import STOP_CODES, script_failure, why_not_stopped
+from orchestrator.worker.script.stored_checkpoints import StoredCheckpoints, upload_until
 
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""
@@ -36,6 +37,8 @@ ABANDONED_GRACE_S = 1.0
 """How long a script may take to end after SIGTERM when another rank has failed."""
 GRACE_SHARE = 0.8
 """The share of ``cluster.stop_grace_s`` that a script has; in the rest, its end has to reach the driver."""
+LOOK_EVERY_S = 1.0
+"""How often rank 0 looks for event files of TensorBoard, and for scalars in them."""
 RECORD_S = 0.5
 """How long a script may take to tell what it has enqueued; its worker takes as long."""
 STACKS_S = 1.0
@@ -59,6 +62,7 @@ class ScriptRun:
         self._outbox = outbox
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._reports = child_process.Reports()
+        self._events = EventFiles()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._lines = child_process.Lines()
         self._selector = selectors.DefaultSelector()
@@ -110,7 +114,7 @@ class ScriptRun:
             self._selector.register(reports.listener, selectors.EVENT_READ, accept)
             self._outbox.put_event(FirstStepDone(generation=generation, startup=startup))
             try:
-                stopped = self._follow(process)
+                stopped = self._follow(process, reports)
             except AbandonedError:
                 self._end(process, ABANDONED_GRACE_S)
                 raise
@@ -119,6 +123,7 @@ class ScriptRun:
                 self._end(process, grace_s)
             ended_at = time.time()
             self._drain()
+            self._take_scalars(reports.event_files() if self._assignment.global_rank == 0 else ())
             exit_code = process.exit_code()
             if exit_code is None:
                 return self._unsaved(f"the script had not ended {grace_s:g} s after SIGTERM (cluster.stop_grace_s)")
@@ -163,7 +168,7 @@ class ScriptRun:
         stored.fetch(self._outbox.progress)
         ended = threading.Event()
         every_s = config.storage.upload_every_s
-        threading.Thread(target=_upload_until, args=(ended, stored, every_s), name="upload", daemon=True).start()
+        threading.Thread(target=upload_until, args=(ended, stored, every_s), name="upload", daemon=True).start()
         try:
             yield
         finally:
@@ -215,7 +220,7 @@ class ScriptRun:
         self._gate.on_change = wake
         threading.Thread(target=wait, name="end of script", daemon=True).start()
 
-    def _follow(self, process: child_process.ScriptProcess) -> bool:
+    def _follow(self, process: child_process.ScriptProcess, reports: child_process.ReportSocket) -> bool:
         """Follow the script to its end. Return True if the driver wants it to stop before.
 
         Raises:
@@ -223,11 +228,15 @@ class ScriptRun:
         """
         generation, checked_at = self._assignment.generation, time.monotonic()
         check_every_s = self._assignment.config.recovery.hang_max_s / WORK_CHECKS
+        look_at = checked_at if self._assignment.global_rank == 0 else math.inf
         while process.exit_code() is None:
             self._gate.check(generation)
             if self._gate.is_stopping(generation):
                 return True
-            self._serve(max(0.0, checked_at + check_every_s - time.monotonic()))
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_EVERY_S
+                self._take_scalars([*process.open_files(MARK), *reports.event_files()])
+            self._serve(max(0.0, min(look_at, checked_at + check_every_s) - time.monotonic()))
             if (passed_s := time.monotonic() - checked_at) >= check_every_s:
                 checked_at += passed_s
                 if process.has_worked(passed_s) and not self._waits():
@@ -268,6 +277,14 @@ class ScriptRun:
             pass
         if self._lines.rest:
             self._print(self._lines.rest)
+
+    def _take_scalars(self, found: Iterable[Path] = ()) -> None:
+        """Log what the script has written to its event files, to which those ``found`` belong."""
+        for step, at, scalars in self._events.read(found):
+            self._reports.note_step(step)
+            self._outbox.enter(self.step, "train")
+            self._outbox.put_event(MetricsLogged(step=step, time=at, metrics=scalars))
+            self._progress()
 
     def _read_output(self) -> None:
         assert self._process is not None
@@ -314,76 +331,3 @@ class ScriptRun:
 
 def _text(file: Path) -> str:
     return file.read_text(errors="replace") if file.is_file() else ""
-
-
-def _upload_until(ended: threading.Event, stored: StoredCheckpoints, every_s: float) -> None:
-    while not ended.wait(every_s):
-        with contextlib.suppress(OSError):  # tried again
-            stored.upload()
-
-
-Version = list[int]
-"""Size and time of change of a file here."""
-
-
-class StoredCheckpoints:
-    """The directory ``script_checkpoints`` of a run, and the same on its store. All ranks of a node use it.
-
-    A hidden file beside it has the version of each file that equals the one on the store, and when that one was written
-    there. What is deleted here stays on the store, because others than the script may have emptied the directory.
-
-    Args:
-        run_dir: the run, which is on a store.
-        timeout_s: how long to wait for another rank of the node.
-
-    All methods raise :class:`~orchestrator.storage.remote.StorageError` if the store cannot be used.
-    """
-
-    def __init__(self, run_dir: RunDir, *, timeout_s: float):
-        assert run_dir.remote is not None
-        self._here = run_dir.script_checkpoints
-        self._there = run_dir.remote.child(self._here.name)
-        self._known = run_dir.path / f".{self._here.name}.json"
-        self._lock = run_dir.path / f".{self._here.name}.lock"
-        self._timeout_s = timeout_s
-
-    def fetch(self, on_progress: Callable[[], None]) -> None:
-        """Bring here what is newer on the store. A file that has changed here since it was equal stays."""
-        with locked(self._lock, timeout_s=self._timeout_s):
-            known = read_json(self._known)
-            for name, written_at in self._stored().items():
-                here = self._version(name)
-                equal, stored_at = known.get(name, (None, None))
-                if here == equal and (here is None or written_at != stored_at):
-                    self._there.fetch(name, self._here / name, on_progress=on_progress)
-                    known[name] = (self._version(name), written_at)
-            write_json(self._known, known)
-
-    def upload(self) -> None:
-        """Copy what has changed here to the store, the oldest change first: a file may name those written before it."""
-        with locked(self._lock, timeout_s=self._timeout_s):
-            known = read_json(self._known)
-            files = {str(path.relative_to(self._here)): path for path in self._here.rglob("*") if path.is_file()}
-            found = {name: version for name in files if (version := self._version(name)) is not None}
-            changed = {name: v for name, v in found.items() if v != known.get(name, (None, None))[0]}
-            for name in sorted(changed, key=lambda name: changed[name][1]):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    self._there.put(files[name], name)
-                    known[name] = (changed[name], None)
-            if changed:
-                stored = self._stored()
-                known |= {name: (known[name][0], stored.get(name)) for name in changed if name in known}
-                write_json(self._known, known)
-
-    def _stored(self) -> dict[str, float | None]:
-        """Return when each file was written to the store, without names that lead out of the directory."""
-        root = self._here.resolve()
-        entries = [entry for entry in self._there.list(recursive=True) if entry.is_file]
-        return {e.name: e.changed_at for e in entries if (self._here / e.name).resolve().is_relative_to(root)}
-
-    def _version(self, name: str) -> Version | None:
-        try:
-            found = (self._here / name).stat()
-        except FileNotFoundError:
-            return None
-        return [found.st_size, found.st_mtime_ns]

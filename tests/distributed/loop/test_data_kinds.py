@@ -160,6 +160,23 @@ def test_every_layout_evaluates_each_sample_of_a_stream_once(gang, tmp_path, nam
         assert found[name] == pytest.approx(found["single"], rel=SGD)
 
 
+@pytest.mark.parametrize("job", [StreamToy(kind="Epochs"), Weighed()], ids=["stream", "weights"])
+@pytest.mark.parametrize("names", [("ddp-2", "1F1B-2"), *in_campaign((EVERYWHERE,))])
+def test_every_layout_trains_and_evaluates_the_same_batches(gang, tmp_path, job, names):
+    limits = {"limit_batches": 1, "limit_eval_batches": 1, "eval_splits": ("train", "val")}
+    train = having(steps=5, global_batch_size=16, eval_every=4, **limits)
+    found, checkpoint = {}, None
+    for name in ("single", *names):
+        world_size, case = LAYOUTS[name].world_size, LAYOUTS[name].of(Case(job=job, train=train))
+        ranks = gang.run(run_loop, case, world_size, str(tmp_path / name), checkpoint, 3, world_size=world_size)
+        checkpoint = checkpoint or str(checkpoints(tmp_path / name)[0])  # the other layouts continue
+        after_step_4 = evaluation([replace(r, points=[p for p in r.points if p.step <= 4]) for r in ranks])
+        found[name] = {step: loss for step, loss in losses_by_step(ranks).items() if step > 3}
+        assert found[name] == pytest.approx({step: found["single"][step] for step in (4, 5)}, rel=SGD)
+        assert (after_step_4["weight"], after_step_4["train weight"]) == (16, 16)
+        assert after_step_4["train loss"] / 16 == pytest.approx(found[name][5], rel=SGD), "what the next step trains on"
+
+
 @pytest.mark.parametrize(
     "layout", ["ddp-2", *in_campaign("GPipe-2x2", "single", "model_parallel-2", "parameter_server-2+2")]
 )

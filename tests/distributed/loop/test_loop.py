@@ -23,6 +23,7 @@ from helpers.ranks.discarded import Abandoning
 from helpers.ranks.gang import SOON_S
 from helpers.ranks.loops import evaluation, loop_of, losses_by_step, run_loop
 from helpers.ranks.streams import Measured, Stateful
+from helpers.records.runs import in_campaign
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.core_metrics import evaluation_metrics
 from orchestrator.protocol.events import BestFound, Warned
@@ -322,6 +323,17 @@ class Grouped(Toy):
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
         return LambdaLR(optimizer, [lambda step: 1, lambda step: 1 if step < 3 else 0.25])
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "1F1B-2", *in_campaign("fsdp-2", "parameter_server-2+2")])
+def test_a_run_that_looks_for_a_rate_saves_nothing(gang, tmp_path, name):
+    train = having(steps=9, global_batch_size=16, lr_range=(1e-8, 1.0), eval_splits=(), on_nonfinite="stop")
+    case, world_size = LAYOUTS[name].of(Case(job=Toy(), train=train)), LAYOUTS[name].world_size
+    ranks = gang.run(run_loop, case, world_size, str(tmp_path), None, 2, world_size=world_size)
+    rates = {p.step: p.metrics["train/lr"].value for p in ranks[0].points if isinstance(p, TrainPoint)}
+    assert [rates[step] for step in range(1, 9)] == pytest.approx([10.0**n for n in range(-7, 1)])
+    assert list((tmp_path / "checkpoints").glob("step-*")) == []
+    assert [rank.outcome.status for rank in ranks] == ["done"] * world_size
 
 
 def test_the_learning_rate_of_each_group_is_logged_while_they_differ(gang, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
 from helpers.records.runs import in_campaign
 from orchestrator.policy.hang import awaited
+from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
 from orchestrator.worker.script.script_run import WORK_CHECKS
@@ -62,6 +63,19 @@ def test_a_restart_on_another_node_has_what_the_script_saved(tmp_path: Path) -> 
         with running("saving.py", tmp_path / node, world_size=1, remote=store) as ranks:
             assert outcomes(ranks, timeout_s=SOON_S)[0].status == "done"
             ranks[0].heartbeats(f"after {attempts} attempts", timeout_s=1)
+
+
+def test_the_scalars_that_a_script_writes_for_tensorboard_are_logged(tmp_path: Path) -> None:
+    with running("event_file.py", tmp_path / "run", args=str(tmp_path / "events")) as ranks:
+        assert {outcome.step for outcome in outcomes(ranks, timeout_s=SOON_S).values()} == {40, 0}
+        told = [event for event in ranks[0].outbox.collect({}).events if isinstance(event, MetricsLogged)]
+        assert not any(isinstance(event, MetricsLogged) for event in ranks[1].outbox.collect({}).events)
+    assert [(event.step, dict(event.metrics)) for event in told] == [
+        (20, {"train/loss": 2.0}),
+        (1, {"val/acc": 0.25}),
+        (40, {"train/loss": 1.0}),
+        (2, {"val/acc": 0.5}),
+    ]
 
 
 def test_an_exception_of_one_rank_is_the_failure(tmp_path: Path) -> None:

@@ -47,25 +47,29 @@ def test_a_trick_trains_the_same_model_or_is_refused(
 
 @dataclass(frozen=True, kw_only=True)
 class OneMore(Tricky):
-    """A training set with a token that the vocabulary lacks, in none of the samples that are looked at before."""
+    """A training set with a token that the vocabulary lacks, in none of the samples that are looked at before.
+
+    ``of`` is the number of the tensor that has it: 0 for inputs, 1 for labels.
+    """
 
     word: int = WORDS
+    of: int = 0
 
     def dataset(self, split: Split) -> Any:
         items = super().dataset(split).items
         if split == "train":
-            items[5][0][3] = self.word
+            items[5][self.of][3] = self.word
         return Rows(items)
 
 
-@pytest.mark.parametrize("word", [WORDS, *in_campaign(-1)])
+@pytest.mark.parametrize(("of", "word"), [(0, WORDS), (1, WORDS), *in_campaign((0, -1), (1, -1))])
 @pytest.mark.parametrize(
     "layout",
     ["single", "ddp, tensor", *in_campaign("ddp", "fsdp", "pipeline", *(of for of in DIVIDED if of != "ddp, tensor"))],
 )
-def test_a_token_that_the_vocabulary_lacks_is_an_error(gang: Gang, layout: str, word: int) -> None:
+def test_a_token_that_the_vocabulary_lacks_is_an_error(gang: Gang, layout: str, of: int, word: int) -> None:
     options, world_size = EVERY[layout]
-    case = Case(job=OneMore(word=word), train=replace(TRAIN, check="never"), options=options)
+    case = Case(job=OneMore(of=of, word=word), train=replace(TRAIN, check="never"), options=options)
     case = replace(case, alone=options if world_size == 1 else None)
     answers = gang.ask(trained, case, world_size=world_size)
     assert any((answer.error or "").startswith("IndexError: ") for answer in answers), answers

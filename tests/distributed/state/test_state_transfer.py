@@ -15,9 +15,9 @@ from helpers.ranks.passed_state import assert_arrives_as_sent, assert_live_tenso
 from helpers.records.runs import in_campaign
 from orchestrator.planning.memory import Division, NodeShare
 from orchestrator.state.transport import MESSAGE_BYTES, messages_of
+from orchestrator.strategies.checks.memory_plan import host_memory, parameter_sizes
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.memory_plan import host_memory, parameter_sizes
-from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.peer_copies import PeerCopies
 
 
@@ -76,10 +76,10 @@ def test_copies_that_cannot_be_exchanged_are_reported(gang: Gang) -> None:
 def copied_bytes(rank: int, case: Case) -> int:
     """What the copies of a rank take, of its own state and of its neighbour's."""
     strategy = make(case, rank, peer_copy_every=1)
-    assert isinstance(strategy, PartTrainer)
+    assert isinstance(strategy, MeshTrainer)
     for step, _ in enumerate(steps(strategy, last=4), 1):
         strategy.after_step(step=step, samples_consumed=step * case.train.global_batch_size)
-    copies = strategy._copies
+    copies = strategy.recovery.copies
     assert copies is not None
     copies._exchange.work.join()
     return sum(state.size_bytes for states in (copies._own, copies._neighbours) for state in states.values())

@@ -29,8 +29,8 @@ from orchestrator.job import Job
 from orchestrator.policy.recovery import newest_state
 from orchestrator.protocol.events import CheckpointSaved
 from orchestrator.protocol.messages import ANY_RANK, PENDING
+from orchestrator.strategies import owner as owners
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.replicated import optimizer_shards
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.update import whole_tensors
 from orchestrator.strategies.update.confirmation import no_confirmation
@@ -218,7 +218,7 @@ def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps
         if moment == "whole tensors":
             patch.setattr(whole_tensors, "pieces_of_all", fail)
         elif moment == "exchange":
-            patch.setattr(optimizer_shards, "pieces_of_all", fail)
+            patch.setattr(owners, "pieces_of_all", fail)
         else:
             owner, name = {
                 "forward": (strategy.passes, "backward"),
@@ -303,7 +303,7 @@ def recovered_twice(rank: int, case: Case) -> tuple[set[int], Steps]:
     strategy.close()
     strategy.attach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_shards, "pieces_of_all", fail)
+        patch.setattr(owners, "pieces_of_all", fail)
         with pytest.raises(AbandonedError):
             recover()
     offered = {step for of_rank in strategy.recoverable_steps(5).values() for step in of_rank}

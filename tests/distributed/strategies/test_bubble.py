@@ -12,7 +12,8 @@ from helpers.ranks.gang import Gang
 from helpers.ranks.schedules import live_microbatches
 from helpers.records.runs import in_campaign
 from jobs.sleep import Sleep
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.mesh_trainer import MeshTrainer
+from orchestrator.strategies.parts.stages import Stages
 from orchestrator.timeline import Span, aligned, bubble, extent_s, order_of, theoretical_bubble
 
 P, M = 4, 8
@@ -33,9 +34,10 @@ class Seen:
 
 def observe(rank: int, case: Case) -> Seen:
     strategy = make(case, rank)
-    assert isinstance(strategy, Pipeline)
+    assert isinstance(strategy, MeshTrainer)
+    assert isinstance(strategy.part, Stages)
     spans = [strategy.spans() for _ in steps(strategy)]
-    return Seen(spans=spans, live={stage.stage_index: stage.live for stage in strategy.timed_stages})
+    return Seen(spans=spans, live={stage.stage_index: stage.live for stage in strategy.part.timed_stages})
 
 
 IN_CI = ("GPipe", "1F1B", "ZBVZeroBubble")

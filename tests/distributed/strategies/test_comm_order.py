@@ -23,7 +23,7 @@ from helpers.ranks.launches import CountingGate, recorded
 from helpers.records.runs import in_campaign
 from orchestrator.compat.pipelining import sends_one_way
 from orchestrator.planning.schedules import SCHEDULES
-from orchestrator.strategies.pipelined.pipeline import Pipeline
+from orchestrator.strategies.parts.stages import Stages
 
 IN_CI = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 GRIDS: dict[str, Callable[[str], Layout]] = {
@@ -76,7 +76,7 @@ def test_stages_that_several_ranks_compute_together(gang: Gang, changes: dict[st
 
 def in_two_groups(rank: int, case: Case) -> tuple[list[Launch], Steps]:
     """Train with a group for each direction, as NCCL has them."""
-    with recorded() as launches, patch.object(Pipeline, "_has_backward_group", return_value=True):
+    with recorded() as launches, patch.object(Stages, "_has_backward_group", return_value=True):
         return launches, train(rank, case)
 
 

@@ -24,7 +24,7 @@ from helpers.conformance.layouts import (
     mesh,
     pipeline,
 )
-from helpers.conformance.training import make, model_of, snapshot
+from helpers.conformance.training import losses, make, model_of, snapshot, train
 from helpers.jobs.matrix_optimizers import OfGPT, Preconditioned
 from helpers.jobs.quick_jobs import FewToEvaluate, TinyGPT
 from helpers.jobs.toys import Rows
@@ -210,6 +210,16 @@ def test_products_of_three_dimensions(gang: Gang, sizes: dict[str, int], shard_o
 def test_an_optimizer_gets_whole_tensors(gang: Gang) -> None:
     case = Case(job=OfGPT(layers=3, kind=Preconditioned), train=having(steps=6, clip_norm=0.5, global_batch_size=16))
     assert_as_alone(gang, case, CONTEXT["mesh-sharded-context-2x2"], rtol=ADAMW, want_grad_norm=True)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_compiled_blocks_with_a_module_that_computes_all_tokens(gang: Gang) -> None:
+    """It cuts a block into several pieces, each of which the compiler is called for."""
+    case = CONTEXT["mesh-context-2"].of(Case(job=Tricky(trick="written out"), train=having(steps=3)))
+    compiled = replace(case, train=replace(case.train, compile="blocks"))
+    expected = losses(gang.run(train, case, world_size=2))
+    torch.testing.assert_close(losses(gang.run(train, compiled, world_size=2, timeout_s=600)), expected)
 
 
 @pytest.mark.campaign

@@ -24,9 +24,9 @@ from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
 from orchestrator.strategies.measure.device import WaitTimer, clock_of
-from orchestrator.strategies.part_trainer import PartTrainer
+from orchestrator.strategies.mesh_trainer import MeshTrainer
+from orchestrator.strategies.parts.gathered import Gathered
 from orchestrator.strategies.pipelined.timed_stage import Clock
-from orchestrator.strategies.sharded.fsdp import FSDP
 
 
 class Block(nn.Module):
@@ -143,7 +143,7 @@ def test_slices_clipping_and_uneven_shares(gang: Gang, name: str | Layout, chang
 def held(rank: int, case: Case) -> dict[str, int]:
     """The elements that this rank holds after a step, by what they are for."""
     strategy = make(case, rank)
-    assert isinstance(strategy, PartTrainer)
+    assert isinstance(strategy, MeshTrainer)
     list(steps(strategy, last=1))
     sizes: dict[str, int] = {}
     for size in strategy.tensor_sizes():
@@ -166,8 +166,9 @@ def held_at_most(rank: int, case: Case) -> tuple[int, int]:
     """The bytes that this rank has at one time until it can train, and those of its parts."""
     with Allocations() as seen:
         strategy = make(case, rank)
-    assert isinstance(strategy, FSDP)
-    return seen.peak_bytes, sum(part.nbytes for part in strategy.passes.divided.distinct)
+    assert isinstance(strategy, MeshTrainer)
+    assert isinstance(strategy.part, Gathered)
+    return seen.peak_bytes, sum(part.nbytes for part in strategy.part.passes.divided.distinct)
 
 
 def test_a_rank_that_begins_never_has_more_than_its_parts_and_one_block(gang: Gang) -> None:
@@ -225,13 +226,14 @@ def gathered_before(rank: int, case: Case) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WaitTimer, "waiting", counted)
         strategy = make(case, rank)
-        assert isinstance(strategy, FSDP)
-        gathers = strategy.passes.divided.gathers
+        assert isinstance(strategy, MeshTrainer)
+        assert isinstance(strategy.part, Gathered)
+        gathers = strategy.part.passes.divided.gathers
 
         def count(*_: object) -> None:
             seen.append(sum(timer is gathers for timer in begun))
 
-        for block in strategy.passes.model.blocks:
+        for block in strategy.part.passes.model.blocks:
             block.norm.register_forward_hook(count)
             block.norm.register_full_backward_pre_hook(count)
         list(steps(strategy, last=1))

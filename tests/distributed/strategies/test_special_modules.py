@@ -169,7 +169,7 @@ def scripted_root() -> nn.Module:
         (CarriesState, "keeps tensors for its next call, put it into an nn.Module"),
         (PassesADataclass, "the arguments of third: the dataclass Hidden holds tensors"),
         (GivesALayer, "the arguments of special: a Linear is passed on"),
-        (CustomFunctionInGlue, "the whole model; if code of forward() between the layers uses an autograd function"),
+        (CustomFunctionInGlue, "another model. Of 16 samples"),
         (DifferentiatesInGlue, "DifferentiatesInGlue: its forward() computes a gradient outside of the layers"),
         (CountsInGlue, "CountsInGlue: each forward pass changes calls"),
         (WarmsUp, "WarmsUp: each forward pass changes schedule.step"),
@@ -177,7 +177,7 @@ def scripted_root() -> nn.Module:
 )
 def test_glue_that_a_recording_changes_is_refused(gang: Gang, build: Any, said: str) -> None:
     options = replace(LAYOUTS["pipeline"][0], split="auto")
-    case = Case(job=Toy(build=build), train=having(steps=2, global_batch_size=16), options=options)
+    case = Case(job=Toy(build=build), train=having(steps=2, global_batch_size=16, check="always"), options=options)
     answers = gang.ask(train, case, world_size=2)
     assert said in str(answers[0].error)
     assert "Job.stages" in str(answers[0].error)

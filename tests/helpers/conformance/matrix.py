@@ -60,7 +60,9 @@ class Scenario:
 
     @property
     def case(self) -> Case:
-        return Case(job=self.job, train=having(**{"steps": 6, "global_batch_size": 32, **self.train}))
+        return Case(
+            job=self.job, train=having(**{"steps": 6, "global_batch_size": 32, "check": "always", **self.train})
+        )
 
 
 def clipped(ranks: list[Steps], reference: Seen) -> bool:

@@ -27,8 +27,9 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.asynchronous.parameter_server.server import Server
 from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.mesh_trainer import MeshTrainer
+from orchestrator.strategies.owner import Shards
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.replicated.optimizer_shards import OptimizerSharding
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.rendezvous import seed_step
@@ -132,7 +133,7 @@ def make(case: Case, rank: int, *, peer_copy_every: int = 0, refused_by_one: boo
     strategy.sync_initial_state()
     if case.train.check == "always":
         set_current_step(1)
-        strategy.compare_with_whole(case.job.dataset("train"), known=lambda model: False)
+        strategy.compare_with_whole(case.job.dataset("train"), known=lambda model: False, is_cut=lambda: False)
     return strategy
 
 
@@ -202,8 +203,8 @@ def model_of(strategy: Strategy) -> nn.Module:
     if isinstance(strategy, ParameterWorker):
         strategy.pull()
     assert isinstance(strategy, Trainer)
-    if isinstance(strategy, OptimizerSharding) and strategy.context.mesh.tensor == 1:
-        return strategy.undivided()
+    if isinstance(strategy, MeshTrainer) and isinstance(strategy.owner, Shards) and strategy.context.mesh.tensor == 1:
+        return strategy.part.module()
     is_divided = strategy.context.mesh.divides_tensors
     return module_of(gathered(strategy)) if is_divided else strategy.trained.module()
 

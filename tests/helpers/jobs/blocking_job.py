@@ -56,6 +56,7 @@ class Blocking(PredictedDigits):
         return super().dataset(split)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.block("comparison", current_step())
         if torch.is_grad_enabled():
             self.block("step", current_step())
         return super().loss(output, target)

@@ -49,6 +49,21 @@ class Counting(nn.Module):
         return x
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x)
+        return out
+
+
+class ScaledAfterNorm(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled()(super().forward(x)) if self.training else super().forward(x)
+
+
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.view(3, -1) if is_odd() else x

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs.toys import Rows
-from helpers.models import token_tricks, tricks
+from helpers.models import rarer_tricks, token_tricks, tricks
 from helpers.models.by_hand import BY_HAND
 from helpers.models.hf_table import TABLE
 from helpers.models.libraries import LIBRARIES
@@ -19,7 +19,7 @@ from orchestrator.job import Job, Split
 
 MODELS: dict[str, Exhibit] = {**BY_HAND, **ZOO, **LIBRARIES, **TABLE}
 GENERATED: dict[str, Reversible] = {
-    **{f"features/{name}": tricks.Tricky(trick=name) for name in tricks.tricks()},
+    **{f"features/{name}": tricks.Tricky(trick=name) for name in rarer_tricks.tricks()},
     **{f"tokens/{name}": token_tricks.Tricky(trick=name) for name in token_tricks.TRICKS},
 }
 """Models that are made of a trick at a place, under names ``FAMILY/TRICK at PLACE``."""

@@ -4,8 +4,8 @@ import torch
 
 from helpers.models.catalogue import MODELS, job_of
 from helpers.models.hf_table import Kind
+from helpers.models.pieces import difference
 from orchestrator.compat.torch import BatchNorm
-from orchestrator.model.parity import compare
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
@@ -41,17 +41,7 @@ def in_stages(kind: Kind, model_type: str) -> str:
         sequence = sequence_of(build_fake(job.model, CPU), inputs, split=(), num_stages=2, job=job)
     except ValueError as e:
         return str(e)
-    verdict = compare(
-        job.model,
-        sequence,
-        inputs,
-        lambda output: job.loss(output, target),
-        device=CPU,
-        seed=3,
-        precision=Precision(),
-        free_bytes=10**12,
-    )
-    return verdict.error or verdict.note or ""
+    return difference(job.model, sequence, inputs, lambda output: job.loss(output, target)) or ""
 
 
 def has_batch_norm(kind: Kind, model_type: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.jobs.toys import Rows
-from helpers.models import token_tricks_outside
+from helpers.models import token_tricks_outside, token_tricks_rarer
 from helpers.models.tasks import Reversible
 from helpers.models.token_language import (
     HEADS,
@@ -33,7 +33,7 @@ from helpers.models.token_language import (
 )
 from orchestrator.job import Split
 
-__all__ = ["TRICKS", "Tricky", "token_tricks_outside"]
+__all__ = ["TRICKS", "Tricky", "token_tricks_outside", "token_tricks_rarer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +309,7 @@ class mean_added_in_the_block(Block):
         return super().forward(x + x.mean(1, keepdim=True), mask)
 
 
-@trick("block", "refused", only=[1, 2])
+@trick("block", "right", only=[1, 2])
 class every_second_token(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         odd = torch.arange(x.shape[1])[:, None] % 2

@@ -43,7 +43,7 @@ FINISHED = RunEnded(
     exit_code=0,
     reason="",
     summary={"steps": 500, "samples_per_s": 8210.4, "final_loss": 0.0123, "val_loss": 0.1, "val_accuracy": 0.978},
-    next_commands=("python -m orchestrator.compare --last 5", "mlflow ui --backend-store-uri sqlite:////runs/m.db"),
+    next_commands=("orchestrator compare --last 5", "mlflow ui --backend-store-uri sqlite:////runs/m.db"),
 )
 KILLED = RunEnded(time=START + 12, status="KILLED", exit_code=130, reason="SIGINT", summary={})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.job_source import fields_in_source, unknown_fields
+from orchestrator.config.job_source import fields_in_source, source_errors
 from orchestrator.config.schema import JobSpec
 
 HEAD = "from dataclasses import dataclass\nfrom typing import ClassVar\nfrom orchestrator import Job\nimport other\n"
@@ -38,5 +38,5 @@ def test_fields_are_read_where_one_file_tells_all(
 
 def test_a_field_that_is_not_there_is_named() -> None:
     spec = JobSpec(target="jobs.digits.Digits", fields={"hiden": 3, "hidden": 4})
-    assert unknown_fields(spec) == ["job.hiden: unknown key; did you mean job.hidden?"]
-    assert unknown_fields(JobSpec(target="no.such.Job", fields={"x": 1})) == []
+    assert source_errors(spec) == ["job.hiden: unknown key; did you mean job.hidden?"]
+    assert source_errors(JobSpec(target="pytest.no_such.Job", fields={"x": 1})) == []

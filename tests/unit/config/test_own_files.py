@@ -237,7 +237,7 @@ def test_the_help_reads_a_file_that_is_not_utf8(directory: Path, capsys: pytest.
             "experiment/x.yaml",
             "# @package _global_\ndefaults: [override /job: no]",
             ["experiment=x"],
-            "In 'config': Could not find 'job/no'",
+            "conf/experiment/x.yaml, line 2: job=no: unknown; valid: digits, gpt",
         ),
         ("x.yaml", "hydra: {run: {dir: a}}", ["--config-name=x"], "conf/x.yaml: hydra.run.dir: has no effect here"),
         ("x.yaml", "hydra: {verbose: true}", ["--config-name=x"], "conf/x.yaml: hydra.verbose: has no effect here"),
@@ -257,6 +257,44 @@ def test_what_is_wrong_is_said_in_one_sentence(
         text = f"defaults: [config, _self_]\n{text}"
     write(directory / "conf" / path, text)
     assert only_error(*words).startswith(error)
+
+
+WITH_PLACES = {
+    "conf/job/wrong.yaml": "# a comment\n_target_: jobs.digits.Digits\nhiden: 8\n",
+    "conf/width/wrong.yaml": "# @package job\n\ndepht: 2\n",
+    "conf/experiment/wrong.yaml": (
+        "# @package _global_\ntrain:\n  steps: 5\n  eval_evry: 2\n  log_every: -1\nseed: 1\n"
+        "checkpoint: {every: 1, kep: 2}\ntrain.steps: 3\n"
+    ),
+    "conf/experiment/sweep.yaml": "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 1,x\n",
+    "conf/experiment/nothing.yaml": "# @package _global_\n\ntrain: {steps: '${nothing}'}\n",
+    "conf/experiment/choice.yaml": "# @package _global_\ndefaults:\n  - mine\n  - override /strategy: ddpp # mine\n",
+    "conf/experiment/open.yaml": "# @package _global_\nname: 'a\nseed: 1\n",
+    "conf/primary.yaml": "defaults: [config, _self_]\ntrian: {steps: 1}\n",
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "job=wrong +width=wrong",
+        "experiment=wrong",
+        "experiment=wrong train.log_every=-2 train.epocs=1",
+        "-m experiment=sweep",
+        "experiment=nothing",
+        "experiment=choice",
+        "experiment=open",
+        "--config-name=primary",
+        "--config-dir=conf experiment=[mine,wrong]",
+    ],
+)
+def test_an_error_in_a_file_of_the_user_names_the_file_and_the_line(
+    words: str, directory: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
+    for name, text in WITH_PLACES.items():
+        write(directory / name, text)
+    assert launch.main(words.split()) == 2
+    golden.says(capsys.readouterr().err, HERE=directory)
 
 
 @pytest.mark.slow

@@ -424,7 +424,6 @@ def test_urls_have_their_secrets_found() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["job.password=[hunter2]", "job.password=hunter2"],
         ["job.password=hunter2,hunter2"],
         ["job.password='hunter2"],
         ["password=hunter2"],

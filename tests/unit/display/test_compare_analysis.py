@@ -9,6 +9,7 @@ import pytest
 from helpers.files.golden import Golden
 from orchestrator.display.comparison import ComparedRun, Curve, run_of
 from orchestrator.display.comparison_analysis import Comparison, differences, noise, settings, verdict
+from orchestrator.display.comparison_report import columns
 
 _numbers = itertools.count()
 
@@ -237,3 +238,39 @@ def test_more_than_perfect_scaling_is_never_named_without_a_warning() -> None:
     assert fastest.startswith("fastest, if the speeds are right: ddp x2")
     assert "more than 100% scaling efficiency: ddp x2 (355%)" in warning
     assert len(verdict(Comparison([run("single", 1, 100.0), run("ddp", 2, 200.0)]))) == 1
+
+
+def result(loss: float, f1: float | None = None, *, state: str = "finished", **params: Any) -> ComparedRun:
+    made = run("single", 1, 100.0, final_loss=loss, sweep__metric="val_loss", job__lr=loss, **params)
+    summary = {**made.summary, "val_loss": loss, **({} if f1 is None else {"best_val_f1": f1})}
+    return dataclasses.replace(made, state=state, summary=summary)
+
+
+BY_F1 = {"checkpoint__best": "val/f1", "checkpoint__best_direction": "maximize"}
+
+
+@pytest.mark.parametrize(
+    ("runs", "rows"),
+    [
+        ([result(3.0), result(1.0), result(2.0)], [1, 2, 0]),
+        ([result(3.0), result(1.0, state="failed"), result(2.0)], [2, 0, 1]),
+        ([result(1.0, 0.5, **BY_F1), result(2.0, 0.9, **BY_F1)], [1, 0]),
+        ([result(2.0, 0.5, **BY_F1), result(1.0, **BY_F1)], [1, 0]),
+        ([result(1.0, 0.5, sweep__trials=2, **BY_F1), result(2.0, 0.9, sweep__trials=2, **BY_F1)], [0, 1]),
+        ([result(1.0, sweep__direction="maximize"), result(2.0, sweep__direction="maximize")], [1, 0]),
+        ([result(1.0002), result(1.0), result(1.0001)], [0, 1, 2]),
+        ([result(2.0), dataclasses.replace(result(1.0), job="gpt")], [0, 1]),
+        ([result(2.0)], [0]),
+        ([], []),
+    ],
+)
+def test_the_rows_of_a_sweep_begin_with_the_best_by_its_own_metric(runs: list[ComparedRun], rows: list[int]) -> None:
+    best_first, as_given = (Comparison(runs, best_first=flag) for flag in (True, False))
+    assert best_first.rows == rows
+    assert best_first.grouped.rows == rows
+    assert as_given.rows == sorted(rows)
+    names, *_ = columns(best_first, unicode=True)
+    assert names.cells == [runs[row].name for row in rows]
+    assert ("best val/f1" in [c.heading for c in columns(as_given, unicode=True)]) == (
+        len(runs) > 1 and all("best_val_f1" in r.summary and "sweep.trials" not in r.params for r in runs)
+    )

@@ -53,7 +53,7 @@ def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: P
     run_dir = rundir.create(tmp_path, "digits-ddp")
     assert commands(run_dir, "FINISHED", in_sweep=True) == ()
     assert commands(run_dir, "FINISHED") == (
-        f"python -m orchestrator.compare --last 5 --output-dir {tmp_path}",
+        f"orchestrator compare --last 5 --output-dir {tmp_path}",
         "mlflow ui --backend-store-uri sqlite:///runs.db",
     )
 

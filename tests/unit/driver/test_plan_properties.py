@@ -20,7 +20,7 @@ from orchestrator.prediction.cost import Stack
 from orchestrator.prediction.devices import Cluster, Device, Link
 from orchestrator.prediction.forecast import DEVICE_HOURS, Forecast, Question
 from orchestrator.strategies import registry
-from orchestrator.strategies.traced_job import TracedJob
+from orchestrator.strategies.checks.traced_job import TracedJob
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from helpers.files.golden import Golden
 from helpers.models.small_hf import BERT, COMMON, LORA, byte_tokenizer, llama
 from helpers.ranks.batches import validated
 from helpers.ranks.job_trials import errors, trained
-from jobs.examples import Padded, leaves_out_text
+from jobs.chats import leaves_out_text
+from jobs.examples import Padded
 from jobs.hf import HuggingFace
 from jobs.tokens import IGNORED
 from orchestrator.protocol.messages import EvalPoint
@@ -64,11 +65,12 @@ def fields(folder: Path, model: str = "llama", data: str = "sums.jsonl", **other
         ("llama", "chat.jsonl", {"peft": "lora", "peft_options": {"use_dora": True, "target_modules": "all-linear"}}),
         ("llama", "sums.jsonl", {"peft": "prompt_tuning", "peft_options": {"num_virtual_tokens": 4}}),
         ("llama", "lines.txt", {}),
+        ("llama", "sums.jsonl", {"packing": True, **LORA}),
         ("bert", "lines.txt", {"task": "masked"}),
         ("bert", "labelled.jsonl", {"task": "classification"}),
         ("t5", "sums.jsonl", {"task": "seq2seq"}),
     ],
-    ids=["causal", "lora", "dora-chat", "prompts", "lines", "masked", "classification", "seq2seq"],
+    ids=["causal", "lora", "dora-chat", "prompts", "lines", "packed", "masked", "classification", "seq2seq"],
 )
 def test_every_task_learns(folder: Path, model: str, data: str, others: dict[str, Any]) -> None:
     job = HuggingFace(**fields(folder, model, data, learning_rate=1e-2, max_new_tokens=3, **others))
@@ -111,6 +113,14 @@ TURNS = (
 PLAIN = TURNS.replace("KEPT", "m.role == 'assistant'")
 LATEST = TURNS.replace("KEPT", "loop.last or add_generation_prompt")
 """Leaves out answers before the last one, but not in a prompt."""
+REASONED = PLAIN.replace(
+    "m.content.split('</think>')[-1]", "m.content if loop.last else m.content.split('</think>')[-1]"
+)
+"""As Qwen3's: leaves out the thoughts before earlier answers."""
+CALLED = PLAIN.replace(
+    "{{ m.content.split",
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}{{ (m.content or '').split",
+)
 PROMPT = "{% if add_generation_prompt %}<assistant> {% endif %}"
 REASONS = "{% if add_generation_prompt %}<assistant> <think> {% endif %}"
 """As DeepSeek-R1's: the prompt opens a chain of thoughts, and the conversation has none."""
@@ -133,10 +143,10 @@ def words() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="[UNK]")
 
 
-def encoded(words: Any, example: dict[str, Any], template: str | None = None) -> tuple[str, str]:
+def encoded(words: Any, example: dict[str, Any], template: str | None = None, **fields: Any) -> tuple[str, str]:
     """The tokens of an example, and those of them that are learned."""
     words.chat_template = template
-    made = HuggingFace(block_size=64).encoder(words)(example)
+    made = HuggingFace(block_size=64, **fields).encoder(words)(example)
     return words.decode(made["input_ids"]), words.decode(made["labels"][made["labels"] != IGNORED])
 
 
@@ -160,6 +170,46 @@ def test_a_chat_learns_all_of_the_answer_and_nothing_else(
     whole, found = encoded(words, {"messages": messages}, template)
     assert found == learned
     assert whole.count("<bos>") == template.count("<bos>"), "the template alone writes special tokens"
+
+
+MARKED = PLAIN.replace(
+    "{{ m.content.split('</think>')[-1] }} <end> ", "{% generation %}{{ m.content }} {% endgeneration %}<end> "
+)
+LAST_ENDS = PLAIN.replace("<end>", "{{ '<end>' if loop.last else '[UNK]' }}")
+SURE = ANSWER | {"content": "<think> why </think> sure"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "plus", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "learned"),
+    [
+        (PLAIN + PROMPT, [ASK, ANSWER], "the four <end>"),
+        (PLAIN + PROMPT, [ASK, ANSWER, ASK, SURE], "the four <end> sure <end>"),
+        (PLAIN + REASONS, [ASK, SURE, ASK, ANSWER], "sure <end> the four <end>"),
+        (PLAIN + PROMPT, [ANSWER, ANSWER, ASK], "the four <end> the four <end>"),
+        (LATEST + PROMPT, [ASK, ANSWER, ASK, SURE], "sure <end>"),
+        (MARKED + PROMPT, [ASK, ANSWER, ASK, ANSWER, ASK], "the four the four"),
+        (REASONED + PROMPT, [ASK, SURE, ASK, SURE], "sure <end> <think> why </think> sure <end>"),
+        (CALLED + PROMPT, [ASK, CALLS, ASK, ANSWER], "plus <end> the four <end>"),
+    ],
+    ids=["one", "turns", "reasons", "ends with a question", "latest", "marked", "reasoned", "calls"],
+)
+def test_all_answers_of_a_chat_are_learned(
+    words: Any, template: str, messages: list[dict[str, Any]], learned: str
+) -> None:
+    whole, found = encoded(words, {"messages": messages}, template, assistant_only_loss=True)
+    assert found == learned
+    if messages[-1]["role"] == "assistant" and template is not MARKED:
+        last_whole, last = encoded(words, {"messages": messages}, template)
+        assert last_whole == whole
+        assert found.endswith(last), "the last answer is what is learned without the field"
+
+
+def test_a_template_that_ends_only_the_last_answer_needs_markers(words: Any, golden: Golden) -> None:
+    with golden.raises(ValueError):
+        encoded(words, {"messages": [ASK, ANSWER, ASK, ANSWER]}, LAST_ENDS + PROMPT, assistant_only_loss=True)
+    with golden.raises(ValueError):
+        encoded(words, {"messages": [ASK]}, PLAIN + PROMPT, assistant_only_loss=True)
 
 
 def test_a_text_that_the_template_leaves_out_is_noticed(words: Any) -> None:
@@ -351,6 +401,13 @@ def test_says_what_is_wrong_before_training(folder: Path, tmp_path: Path) -> Non
             {"task": "classification", "model_name_or_path": str(three), "num_labels": 4},
             f"job.num_labels=4: {three} has 3; set job.num_labels=3",
         ),
+        ({"packing": True, "task": "dpo"}, "job.packing=true: only for job.task=causal, not dpo; set it to false"),
+        ({"assistant_only_loss": True, "task": "dpo"}, "job.assistant_only_loss=true: only for job.task=causal"),
+        (
+            {"packing": True, "peft": "prompt_tuning", "peft_options": {"num_virtual_tokens": 4}},
+            "job.packing=true: job.peft=prompt_tuning puts tokens before a sample",
+        ),
+        ({"packing": True, "train_file": "tokens.npy"}, "job.packing=true: tokens of job.train_file fill each"),
         ({"block_size": 65}, "job.block_size=65: the model has positions for 64 tokens"),
         ({"peft": "lorra"}, "job.peft=lorra: unknown; did you mean lora?"),
         ({"peft": "lora", "peft_options": {"target_modules": ["q_prj"]}}, "did you mean q_proj?"),

@@ -130,9 +130,19 @@ def test_what_is_learned_and_meets_divided_logits_has_its_whole_gradient(name: s
         assert gathered is (name == "read whole")
 
 
-def test_a_label_that_is_no_word_makes_the_loss_nan() -> None:
+@pytest.mark.parametrize("label", [WORDS, WORDS + 1, -1, -100])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: F.cross_entropy(logits, labels, ignore_index=-7, label_smoothing=0.1),
+        lambda logits, labels: F.nll_loss(logits.log_softmax(-1), labels, ignore_index=-7, reduction="sum"),
+        lambda logits, labels: logits.gather(-1, labels[:, None]).sum(),
+    ],
+)
+def test_a_label_that_is_no_word_is_an_error(loss: Callable[[Tensor, Tensor], Tensor], label: int) -> None:
     logits = DividedLogits.of(torch.randn(2, 6), Share(0, 2, Peers(), WORDS))
-    assert F.cross_entropy(logits, torch.tensor([0, WORDS])).isnan()
+    with pytest.raises(IndexError, match=f"^{label} is out of bounds: the vocabulary has {WORDS} words"):
+        loss(logits, torch.tensor([0, label]))
 
 
 def test_a_change_in_place_is_refused() -> None:

@@ -197,3 +197,14 @@ def test_ranks_that_differ_in_their_sums_end_with_an_error(golden: Golden) -> No
         in_lockstep(3, lambda index, peers: peers.sum(torch.ones(index + 1)))
     with golden.raises(RuntimeError):
         in_lockstep(2, lambda index, peers: peers.sum(torch.ones(1)) if index else None)
+
+
+def test_no_gradient_goes_from_rank_to_rank_in_one_process() -> None:
+    """As between processes: a second derivative that needs it is not proven by the graphs of all ranks."""
+
+    def of_rank(index: int, peers: Peers) -> list[bool]:
+        own = torch.ones(4, requires_grad=True) * index
+        found = [peers.sum(own), peers.gather(own, 2, axis=0), peers.scatter(own, index, 2, axis=0)]
+        return [tensor.requires_grad for tensor in found]
+
+    assert in_lockstep(2, of_rank) == [[False] * 3] * 2

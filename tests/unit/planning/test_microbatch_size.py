@@ -13,8 +13,8 @@ from orchestrator.model.precision import Precision
 from orchestrator.model.stages import sequence_of
 from orchestrator.planning.schedules import MOST_GROWTH, growth, note_on_size, remedy
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.stage_checks import forward_flops
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.pipelined.stage_checks import forward_flops
 
 PIPELINE = ("strategy=pipeline", "strategy.num_microbatches=8")
 """Two stages of one thread each: with 80 MFLOP in a forward pass of the model, the mean pass of a stage takes 1 ms."""

@@ -37,6 +37,7 @@ def test_no_step_is_faster_than_the_peak_rate() -> None:
         ({"recompute_attention": 1.0}, "attention"),
         ({"bubble": 0.2}, "bubble"),
         ({"mesh": Mesh(shard=8, tensor=8), "rows": 8}, "tensor"),
+        ({"mesh": Mesh(shard=8, tensor=8), "rows": 8}, "products"),  # whose inputs each of them reads
         ({"mesh": Mesh(shard=32, pipeline=2)}, "sends"),
         ({"mesh": Mesh(replicate=64), "gathers": False, "rows": 0.01}, "replicate"),
     ],

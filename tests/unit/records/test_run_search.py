@@ -3,11 +3,12 @@
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.files.golden import Golden
-from orchestrator import compare, logs, runs
+from orchestrator import compare, logs, runs, stop
 from orchestrator.driver.reporting import KnownOutput, readable
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.lock import this_process
@@ -15,10 +16,10 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import NoSuchRunError, RunSearch
 
 
-def make_run(output_dir: Path, name: str) -> RunDir:
-    run_dir = RunDir((output_dir / name).resolve())
+def make_run(output_dir: Path, directory: str, **record: Any) -> RunDir:
+    run_dir = RunDir((output_dir / directory).resolve())
     run_dir.path.mkdir(parents=True)
-    run_dir.update_record(name="digits-ddp", state="finished", driver=this_process())
+    run_dir.update_record(**{"name": "digits-ddp", "state": "finished", "driver": this_process(), **record})
     return run_dir
 
 
@@ -60,6 +61,40 @@ def test_the_last_run_that_trained_is_the_one_before_its_evaluation(home: Path) 
     assert search.look_up("last", trained=True).path.resolve() == trained.path.resolve()
     assert search.look_up("last").path.resolve() == evaluation.path.resolve()
     assert search.look_up(evaluation.location, trained=True).path.resolve() == evaluation.path.resolve()
+
+
+def test_a_run_is_found_by_its_name_and_by_the_id_of_its_job(home: Path) -> None:
+    submitted, id_of = home / "orchestrator" / "outputs", "alice.s-run-0501-123000-a1b2"
+    old = make_run(Path("outputs"), "2026-05-01/12-30-01-alice", name="alice")
+    newest = make_run(submitted, "2026-05-02/12-30-01-alice-2", name="alice")  # the second one of a second
+    make_run(submitted, "2026-05-03/12-30-01-alice-2", name="alice-2")
+    make_run(submitted, "2026-05-03/12-30-01-malice", name="malice")
+    job = make_run(submitted, "2026-05-03/12-30-01-alice.s run", name="alice.s run", tags={"submission": id_of})
+    make_run(submitted, "2026-05-04/12-30-01-alice", name="alice", evaluated={"run": old.location})
+    search = RunSearch.of(None)
+    assert search.look_up("alice", trained=True) == newest
+    assert [run.path.parts[-2] for run in search.named("alice")] == ["2026-05-04", "2026-05-02", "2026-05-01"]
+    assert search.look_up("12-30-01-alice-2").path.parts[-2] == "2026-05-03"  # a directory comes before a name
+    assert search.look_up(id_of) == job
+    for other in ("alic", "ALICE", "alice-3", "alice.s-run-0501-123000-ffff", "", "*"):
+        with pytest.raises(NoSuchRunError):
+            search.look_up(other)
+
+
+def test_of_several_runs_of_a_name_the_one_that_runs_is_stopped(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running = [
+        make_run(Path("outputs"), f"2026-05-0{day}/12-30-01-alice", name="alice", state="running") for day in (1, 2)
+    ]
+    make_run(Path("outputs"), "2026-05-03/12-30-01-alice", name="alice")
+    assert stop.main(["alice", "--wait=0"]) == 2
+    assert (
+        f"several runs of this name are running; give the directory of one: {running[1].path}, {running[0].path}"
+        in (capsys.readouterr().err)
+    )
+    running[1].update_record(state="finished")
+    assert stop.main(["alice", "--wait=0"]) == 1
+    assert running[0].stop_file.exists()
+    assert not running[1].stop_file.exists()
 
 
 def test_a_directory_that_is_known_twice_is_searched_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

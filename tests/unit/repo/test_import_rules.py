@@ -250,15 +250,71 @@ def test_no_circles() -> None:
         visit(module, ())
 
 
-def loads(module: str) -> set[str]:
-    """The libraries that ``import module`` brings with it."""
-    graph, seen, ahead = at_import(), set(), [module]
+def brought_by(*modules: str) -> set[str]:
+    """What ``import module`` brings with it, for each of the modules."""
+    graph, seen, ahead = at_import(), set(), [*modules]
     while ahead:
         name = ahead.pop()
         if name not in seen:
             seen.add(name)
             ahead += [*graph.get(name, ()), *([name.rpartition(".")[0]] if "." in name else [])]
-    return {name.split(".")[0] for name in seen} & LIBRARIES
+    return seen
+
+
+def loads(module: str) -> set[str]:
+    """The libraries that ``import module`` brings with it."""
+    return {name.split(".")[0] for name in brought_by(module)} & LIBRARIES
+
+
+def test_no_rank_imports_the_checks_of_the_driver() -> None:
+    """Ranks import the worker, and the strategies by their names."""
+    checks = "orchestrator.strategies.checks"
+    of_driver = ("orchestrator.driver", "orchestrator.plan", checks)
+    ranks = brought_by(*(module for module in files() if not module.startswith(of_driver)))
+    assert {name for name in ranks if name.startswith(checks)} == set()
+
+
+# The rooms of `strategies`, in order: each may import itself and those above it. A module is in the room with the
+# longest of the names that it begins with.
+ROOMS = {
+    "measures": "measure data update",
+    "base": "keys rank_context constructor reduction groups base kept_state training_step passes peer_copies registry "
+            "transforms.blocks",
+    "transforms": "transforms",
+    "trained": "owner trained whole_model",
+    "shards": "sharded",
+    "sums": "sums replicated.comm_hooks replicated.ddp_options replicated.sync_batchnorm",
+    "parts": "parts pipelined",
+    "trainer": "undivided findings whole_exchange whole_check compared_trainer trainer slots saving recovery "
+               "mesh_trainer",
+    "rules": "rules",
+    "checks": "checks",
+    "presets": "presets replicated asynchronous external tuned",
+}  # fmt: skip
+
+
+def room_of(module: str) -> str | None:
+    inside = module.removeprefix("orchestrator.strategies.")
+    names = {n: room for room, named in ROOMS.items() for n in named.split() if f"{inside}.".startswith(f"{n}.")}
+    return names[max(names, key=len)] if names and inside != module else None
+
+
+def test_no_room_of_the_strategies_imports_a_later_one() -> None:
+    order, inside = [*ROOMS], "orchestrator.strategies."
+    assert [m for m in files() if m.startswith(inside) and room_of(m) is None] == []
+    upwards = [
+        f"{i} ({i.when}): {source} may not import {i.target}, of {target}"
+        for i in imports()
+        if i.source.startswith(inside) and i.target.startswith(inside) and i.when == "at import"
+        if (source := room_of(i.source)) and (target := room_of(i.target)) and order.index(target) > order.index(source)
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_each_room_of_the_strategies_has_modules() -> None:
+    inside = [m.removeprefix("orchestrator.strategies.") for m in files() if m.startswith("orchestrator.strategies.")]
+    for names in ROOMS.values():
+        assert all(any(f"{m}.".startswith(f"{n}.") for m in inside) for n in names.split())
 
 
 @pytest.mark.parametrize(
@@ -269,7 +325,9 @@ def loads(module: str) -> set[str]:
         ("orchestrator.launch", set(), "--help is quick"),
         ("orchestrator.doctor", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
-        ("orchestrator.config.compose", {"hydra", "omegaconf"}, "a wrong key is refused at once"),
+        ("orchestrator.driver.preflight.early_checks", {"hydra", "omegaconf"}, "a wrong key is refused at once"),
+        ("orchestrator.driver.preflight.named_runs", {"hydra", "omegaconf"}, "a missing run is refused at once"),
+        ("orchestrator.completion", set(), "completion of a run is quick"),
         ("orchestrator.strategies.registry", set(), "a wrong key is refused at once"),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
         ("orchestrator.worker.script_actor", {"ray"}, "the worker of a script starts without torch"),

@@ -35,6 +35,12 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_pages_spell_a_launch_in_one_way_and_other_verbs_in_one(page: Path) -> None:
+    other = r"python -m orchestrator\.(?!launch\b)\w+|^ *orchestrator (?:launch\b|-m\b|\w+=).*"
+    assert re.findall(other, page.read_text(), re.M) == []
+
+
 @pytest.mark.parametrize(
     ("page", "anchor"),
     [

@@ -13,8 +13,8 @@ from helpers.conformance.cases import DDP, TRAIN, Case, config_of
 from helpers.jobs.toys import Toy
 from orchestrator.compat.torch import FakeTensorMode, pytree
 from orchestrator.planning.memory import Division, worker_memory
-from orchestrator.strategies.memory_plan import parameter_sizes
-from orchestrator.strategies.optimizer_memory import state_sizes
+from orchestrator.strategies.checks.memory_plan import parameter_sizes
+from orchestrator.strategies.checks.optimizer_memory import state_sizes
 
 
 class Derived(torch.optim.AdamW):

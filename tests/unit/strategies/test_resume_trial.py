@@ -26,8 +26,8 @@ from helpers.jobs.optimizers import (
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
 from orchestrator.strategies.asynchronous.hogwild import Hogwild
+from orchestrator.strategies.checks.optimizer_trials import optimizer_errors
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.optimizer_trials import optimizer_errors
 from orchestrator.strategies.update.job_optimizer import ELEMENTWISE
 
 TRAIN = having(steps=6, global_batch_size=24)

@@ -36,10 +36,13 @@ def test_the_plan_says_what_is_divided_and_what_is_not() -> None:
             f"({MLP}, {ATTENTION}); and the rows of embed.token, head, whose outputs stay divided in the loss",
         ),
     )
-    errors, (divided, whole) = said(llama(hidden=160, heads=2, kv_heads=1), 2)
+    errors, (divided,) = said(llama(heads=2, kv_heads=1), 2)
+    assert errors == []
+    assert "attention.q -> attention.mix (attention.k + attention.v on each worker)" in divided
+    errors, (divided, whole) = said(llama(hidden=160, heads=2, kv_heads=2), 4)
     assert errors == []
     assert divided.endswith(f"({MLP}); and the rows of embed.token, head, whose outputs stay divided in the loss")
-    assert whole.startswith(f"strategy.tensor=2 leaves whole {ATTENTION}: raises RuntimeError")
+    assert whole.startswith(f"strategy.tensor=4 leaves whole {ATTENTION}: attention.q has 2 heads, no")
 
 
 class Confident(TinyGPT):
@@ -60,8 +63,7 @@ def test_a_loss_that_reads_all_outputs_gets_them(golden: Golden) -> None:
             llama(hidden=42),
             4,
             f"strategy.tensor=4: 0% of the parameters of the blocks could be divided ({MLP}: 42 is no multiple of 4; "
-            f"{ATTENTION}: raises RuntimeError: unflatten: Provided sizes [-1, 4] don't multiply up to the size of dim "
-            f"2 (2) in the input tensor); set it to 2, or {INSTEAD.format(4)}",
+            f"{ATTENTION}: attention.k has 2 heads, no multiple of 4); set it to 2, or {INSTEAD.format(4)}",
         ),
         (
             llama(),

@@ -3,12 +3,13 @@
 import pytest
 
 from helpers.models.in_turn import trained
-from helpers.models.tricks import Tricky, tricks
+from helpers.models.rarer_tricks import tricks
+from helpers.models.tricks import Tricky
 
 NEAR = 1e-7
 DIVIDED = (
     *("cap at logits", "numbers per head", "multi-head attention", "column of tuples", "second derivative"),
-    *("auxiliary loss outside", "table with another", "blocks of tuples", "old weight norm of the head"),
+    *("shared keys", "auxiliary loss outside", "table with another", "blocks of tuples", "old weight norm of the head"),
 )
 WHOLE = {
     "penalty": "in the whole model, it would change the loss",
@@ -17,6 +18,8 @@ WHOLE = {
     "fused evaluation": "would change its output",
     "limit of wide weights": "would change its output",
     "softmax at hidden": "would change its output",
+    "gradient normed, hidden": "would change the gradient",
+    "gate in reverse": "would change its output",
     "old weight norm": "mlp.up: its weight is computed, as by weight_norm",
 }
 IN_TOKENS = {"states in evaluation": "raises RuntimeError", "counting at input": "would change at_input.seen"}

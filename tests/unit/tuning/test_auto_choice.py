@@ -16,7 +16,8 @@ from jobs.names import Names
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import with_strategy
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.auto.chooser import Chooser, without_samples
+from orchestrator.driver.auto.brief_runs import without_samples
+from orchestrator.driver.auto.chooser import Chooser
 from orchestrator.driver.auto.decision import Decision, chosen_before
 from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.process.run_context import FailureSink

@@ -15,6 +15,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.files import GROUPS, choices
 from orchestrator.config.help import help_text
 from orchestrator.launch import main
+from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -104,6 +105,7 @@ def test_help_imports_the_chosen_strategy_and_neither_ray_nor_mlflow(tmp_path: P
     code = """
 import sys
 from orchestrator.launch import main
+from orchestrator.records.run_dir import RunDir
 code = main(["--help"])
 heavy = {"ray", "mlflow", "sklearn", "torch.distributed.pipelining"} & sys.modules.keys()
 assert not heavy, heavy
@@ -154,13 +156,54 @@ def test_tab_completes_verbs_groups_and_keys(script: Path, typed: str, offered: 
     assert complete(script, f"orchestrator {typed}", tmp_path) == offered
 
 
+@pytest.fixture
+def with_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a job and two runs, in a home without any."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom orchestrator import Job\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Line(Job):\n    width: int = 3\n    lr: float = 0.1\n"
+    )
+    for output, name in (("outputs", "12-30-01-alice"), ("outputs", "12-31-01-two words"), ("far", "12-30-01-bob")):
+        RunDir(tmp_path / output / "2026-05-01" / name).path.mkdir(parents=True)
+        RunDir(tmp_path / output / "2026-05-01" / name).update_record(name="alice")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("job=mine.Line job.", ["job._target_=", "job.lr=", "job.width="]),
+        ("job=mine.Line train.eval_e", ["train.eval_every="]),
+        ("job.m", ["job.momentum="]),
+        ("submit --address http://h:1 job=mine.Line job.w", ["job.width="]),
+        ("show ", ["12-30-01-alice", "alice", "last"]),
+        ("logs --output-dir far b", ["bob"]),
+        ("stop --", []),
+        ("runs ", []),
+        ("-m resume=a", ["resume=alice", "resume=auto"]),
+        ("output_dir=far strategy=ddp evaluate=", ["evaluate=12-30-01-bob", "evaluate=bob", "evaluate=last"]),
+        ("output_dir=memory://b/runs start_from=", ["start_from=last"]),
+        ("resume=outputs/", []),
+    ],
+)
+def test_tab_completes_fields_of_a_job_and_runs(
+    typed: str, offered: list[str], with_runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"orchestrator {typed}")
+    monkeypatch.setattr("sys.argv", ["orchestrator", "-sc", "query=bash"])
+    assert cli.main() == 0
+    assert capsys.readouterr().out.split() == offered
+
+
 @pytest.mark.slow
 def test_tab_completes_files_of_the_user(script: Path, tmp_path: Path) -> None:
     for directory in ("conf/job", "other/job"):
         (tmp_path / directory).mkdir(parents=True)
         (tmp_path / directory / f"{directory[:4]}_line.yaml").write_text("_target_: jobs.toy.Toy\nsamples: 3\n")
     assert complete(script, "orchestrator job=conf_", tmp_path) == ["job=conf_line"]
-    assert complete(script, "orchestrator job=conf_line job.", tmp_path) == ["job._target_=", "job.samples="]
+    assert complete(script, "orchestrator job=conf_line job.sa", tmp_path) == ["job.samples="]
     assert complete(script, "orchestrator --config-dir other job=othe", tmp_path) == ["job=othe_line"]
 
 

@@ -180,7 +180,7 @@ def test_the_other_commands_of_show_begin_as_where_it_was_typed(
         assert show.main(["--output-dir", str(output_dir)]) == 0
         return capsys.readouterr().out
 
-    assert f"next        python -m orchestrator.compare --last 5 --output-dir {output_dir}" in shown()
+    assert f"next        orchestrator compare --last 5 --output-dir {output_dir}" in shown()
     monkeypatch.setenv(JOB_CONFIG_VARIABLE, json.dumps({"metadata": {"job_submission_id": "orchestrator-show-1"}}))
     for name, value in Origin(address="http://head:8265").variables().items():
         monkeypatch.setenv(name, value)

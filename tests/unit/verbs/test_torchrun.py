@@ -6,8 +6,10 @@ import pytest
 
 from helpers.machines.plans import config_of
 from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import JobSpec
 from orchestrator.driver.checked_runs import check_all
+from orchestrator.driver.preflight.record import settings_for_name
 from orchestrator.strategies.external.job import Script
 from orchestrator.torchrun import main, torchrun_overrides
 
@@ -33,6 +35,26 @@ def test_underscores_ranges_modules_and_overrides() -> None:
     job = Script(**spec.fields)
     assert job.command("python") == ["python", "-m", "pkg.train", "it's", "$HOME"]
     assert config_of(*words).run_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--lr", "0.003", "--name", "x"], "job.args=--lr 0.003 --name x"),
+        (["--lr=0.1"], "job.args='--lr=0.1'"),
+        (["x", "-1"], "job.args='x -1'"),
+    ],
+)
+def test_arguments_have_quotes_only_if_they_need_them(args: list[str], word: str) -> None:
+    words, _ = torchrun_overrides(["train.py", *args])
+    assert word in words
+    assert Script(**command_of(*words)[0].fields).command("python") == ["python", "train.py", *args]
+
+
+def test_the_name_of_a_run_has_the_arguments_of_its_script() -> None:
+    words, _ = torchrun_overrides(["--nproc-per-node=2", "name=mine", "seed=3", "train.py", "--lr", "0.003", "--key=x"])
+    job = Script(**command_of(*words)[0].fields)
+    assert settings_for_name(words, job, Redactor()) == "lr=0.003 key=x strategy=script num_workers=2 ..."
 
 
 def test_two_dashes_end_the_options() -> None:

@@ -77,7 +77,7 @@ class Server(Strategy):
         self._copies = PeerCopies() if context.peer_copy_every and context.mesh.num_servers > 1 else None
 
     def setup(self, train_set: Dataset[Any]) -> None:
-        self._steps_per_epoch = steps_per_epoch(self.job, train_set, self.context.train.global_batch_size)
+        self._steps_per_epoch = steps_per_epoch(self.job, train_set, self.context.train)
         self._build(None)
 
     def attach(self) -> None:
@@ -235,7 +235,7 @@ class Server(Strategy):
             num_servers=context.mesh.num_servers,
             num_workers=len(self._workers),
             seed=context.seed,
-            steps=context.train.steps,
+            train=context.train,
             steps_per_epoch=self._steps_per_epoch,
         )
 

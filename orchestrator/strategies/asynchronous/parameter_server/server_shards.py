@@ -42,7 +42,7 @@ class ServerShards:
         num_servers: int,
         num_workers: int,
         seed: int,
-        steps: int,
+        train: TrainConfig,
         steps_per_epoch: float | None,
     ):
         """Build the whole model and its optimizer as a worker does, and keep this server's shards.
@@ -53,7 +53,7 @@ class ServerShards:
                 one.
             server: the index of this server.
             seed: the seed of the model's initialization.
-            steps: the steps of the run, for the scheduler.
+            train: the section of the configuration, for the scheduler.
             steps_per_epoch: the steps of an epoch, for the scheduler; None if they are not known.
 
         Raises:
@@ -64,7 +64,7 @@ class ServerShards:
         optimizer = optimizer_of(job, model)
         if error := optimizer_error(optimizer):
             raise JobError(f"Job.optimizer: {error}")
-        self.scheduler = schedule_of(job, [optimizer], steps=steps, steps_per_epoch=steps_per_epoch)
+        self.scheduler = schedule_of(job, [optimizer], train, steps_per_epoch=steps_per_epoch)
         if state is not None:
             train_state.restore(state, model, optimizer, self.scheduler, consume=True)
         parameters = dict(model.named_parameters())

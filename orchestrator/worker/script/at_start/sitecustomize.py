@@ -1,4 +1,4 @@
-"""What a script in Python runs before its own code, to tell what it has enqueued, and which exception has ended it.
+"""What a script in Python runs before its own code: it tells what it has enqueued, what ends it, and its event files.
 
 A thread tells what the script has enqueued, when it is asked.
 
@@ -13,6 +13,9 @@ with 1,000 operations; and 1 to 2 microseconds for each operation that torch rec
 
 The output of a script does not tell which of its tracebacks has ended it: others were handled. Python calls
 ``sys.excepthook`` with that one alone, so that it is written to a file there.
+
+The writers of TensorBoard open their file for a moment at each flush, so that nobody finds it among the open ones. An
+audit hook, which Python calls at each ``open``, writes the names to a file.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ RECORD_VARIABLE = "ORCHESTRATOR_RECORD"
 """The path of the socket on which the script answers."""
 UNCAUGHT = "uncaught.json"
 """The file beside that socket with the message and the traceback of the exception that has ended the script."""
+EVENT_FILES = "event-files"
+"""The file beside that socket with the paths of the event files of TensorBoard that the script writes, a line each."""
+_WRITES = os.O_WRONLY | os.O_RDWR
 _BACKENDS = Path(__file__).parents[3] / "compat" / "backends.py"
 
 
@@ -65,6 +71,20 @@ def _note_uncaught(file: Path) -> None:
     sys.excepthook = noted
 
 
+def _note_event_files(file: Path) -> None:
+    seen = set()
+
+    def noted(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and "tfevents" in str(arguments[0]) and arguments[0] not in seen:
+            path, _, flags = arguments
+            if isinstance(path, str | bytes) and isinstance(flags, int) and flags & _WRITES:
+                seen.add(path)
+                with contextlib.suppress(OSError), file.open("a") as paths:
+                    paths.write(f"{os.path.abspath(os.fsdecode(path))}\n")  # noqa: PTH100, not only of texts
+
+    sys.addaudithook(noted)
+
+
 if __name__ == "sitecustomize":
     here, _, rest = os.environ.pop("PYTHONPATH").partition(os.pathsep)
     sys.path.remove(here)
@@ -76,5 +96,6 @@ if __name__ == "sitecustomize":
     listener.listen()
     _thread.start_new_thread(_answer, (listener,))
     _note_uncaught(Path(record).with_name(UNCAUGHT))
+    _note_event_files(Path(record).with_name(EVENT_FILES))
     del sys.modules[__name__]
     __import__(__name__)  # Python goes on if there is no other

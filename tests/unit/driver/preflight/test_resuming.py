@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from helpers.conformance.cases import having
 from helpers.files.golden import Golden
 from helpers.records.earlier_runs import JOB, NOBODY, an_earlier_run, config_of, plan_of, refused, resume, save_steps
 from jobs.digits import Digits
@@ -228,7 +229,7 @@ def an_annealed_run(output_dir: Path, job: Annealed) -> RunDir:
     run = an_earlier_run(output_dir, steps=[])
     model = job.model()
     optimizer = job.optimizer(model.parameters())
-    schedule = schedule_of(job, [optimizer], steps=6, steps_per_epoch=None)
+    schedule = schedule_of(job, [optimizer], having(steps=6), steps_per_epoch=None)
     assert schedule is not None
     for _ in range(3):
         for parameter in model.parameters():
@@ -325,7 +326,7 @@ def test_a_run_is_named_by_its_path_or_its_name(tmp_path: Path, monkeypatch: pyt
     run = an_earlier_run(tmp_path / "outputs")
     monkeypatch.chdir(tmp_path)
     below = run.path.relative_to(tmp_path / "outputs")
-    for text in (str(run.path), f"outputs/{below}", str(below), run.path.name):
+    for text in (str(run.path), f"outputs/{below}", str(below), run.path.name, run.read_record()["name"]):
         found, _ = resume(config_of(tmp_path / "outputs", f"resume={text}"))
         assert found.run_dir == run
 

@@ -43,9 +43,9 @@ def again(origin: Origin, *overrides: str) -> list[str]:
 def test_on_the_machine_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert again(HERE, "strategy=ddp") == ["python", "-m", "orchestrator.launch", "strategy=ddp"]
-    assert compare_command(HERE, OutputDir(tmp_path / "outputs")) == "python -m orchestrator.compare --last 5"
+    assert compare_command(HERE, OutputDir(tmp_path / "outputs")) == "orchestrator compare --last 5"
     elsewhere = compare_command(HERE, OutputDir(Path("/shared/runs")))
-    assert elsewhere == "python -m orchestrator.compare --last 5 --output-dir /shared/runs"
+    assert elsewhere == "orchestrator compare --last 5 --output-dir /shared/runs"
 
 
 def test_a_submitted_job_is_submitted_again_as_it_was() -> None:
@@ -77,7 +77,7 @@ def test_the_log_of_a_rank_is_a_file_of_the_user_or_the_command_that_shows_it() 
     """On a store, each node has a folder of its own for its logs."""
     here, stored = RunDir(Path("/runs/a")), RunDir(Path("/staging/a"), Remote("s3://bucket/a", 1.0))
     assert HERE.log(here, 1) == "/runs/a/logs/rank-1.log"
-    assert HERE.log(stored, 1) == "python -m orchestrator.logs s3://bucket/a --rank 1"
+    assert HERE.log(stored, 1) == "orchestrator logs s3://bucket/a --rank 1"
     assert LAPTOP.log(here, 1) == "orchestrator logs /runs/a --rank 1 --address http://head:8265"
 
 
@@ -89,12 +89,14 @@ def test_a_verb_with_an_address_has_the_option(verb: str, capsys: pytest.Capture
 
 
 def test_a_job_knows_where_it_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (JOB_CONFIG_VARIABLE, *LAPTOP.variables()):
+    for name in (JOB_CONFIG_VARIABLE, "RAY_AUTH_MODE", *LAPTOP.variables()):
         monkeypatch.delenv(name, raising=False)
     assert this_origin() == HERE
     monkeypatch.setenv(JOB_CONFIG_VARIABLE, json.dumps({"metadata": {"job_submission_id": "digits-1122"}}))
     by_ray = this_origin()
     assert again(by_ray, "strategy=ddp")[:4] == ["ray", "job", "submit", "--working-dir"]
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert again(this_origin(), "strategy=ddp")[:3] == ["RAY_AUTH_MODE=token", "ray", "job"]
     assert again(by_ray, "strategy=ddp")[-4:] == ["python", "-m", "orchestrator.launch", "strategy=ddp"]
     laptop = replace(LAPTOP, user="ada on laptop")
     for name, value in laptop.variables().items():

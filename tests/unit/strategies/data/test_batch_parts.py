@@ -23,9 +23,7 @@ from helpers.models.catalogue import job_of
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, Split
-from orchestrator.model.precision import Precision
-from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder, compare_with_whole
+from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.rank_context import Context
 
 CPU = torch.device("cpu")
@@ -209,10 +207,6 @@ def pipeline_warnings(job: Job) -> str:
         collective_timeout_s=1,
         pipeline=plan.pipeline,
     )
-    precision, rows = Precision(), plan.microbatch_rows
-    inputs, target = example_batch(job, job.dataset("train"), rows)
-    outline = StageBuilder.outline(
-        job, inputs, target, constructor=job.model, split=(), num_stages=2, device=CPU, seed=3, precision=precision
-    )
-    notes = compare_with_whole(outline, job, job.dataset("train"), context=context, precision=precision, rows=rows)
-    return "\n".join(notes)
+    strategy, train_set = MeshTrainer(context, job), job.dataset("train")
+    strategy.setup(train_set)
+    return "\n".join(strategy.setup_warnings())

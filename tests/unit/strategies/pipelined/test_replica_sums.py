@@ -15,8 +15,8 @@ from helpers.ranks.launches import recorded
 from orchestrator.compat.pipelining import computations, nodes_of
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.measure.device import WaitTimer
-from orchestrator.strategies.pipelined.replica_sums import ReplicaSums
 from orchestrator.strategies.pipelined.timed_stage import backward_splits
+from orchestrator.strategies.sums.of_stages import OfStages
 
 WAITS = WaitTimer(torch.device("cpu"))
 
@@ -34,7 +34,7 @@ def parameters(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2)) for _ in range(count)]
 
 
-def begun(sums: ReplicaSums, passes: Sequence[int]) -> list[int]:
+def begun(sums: OfStages, passes: Sequence[int]) -> list[int]:
     """The sums that have begun after each of these backward passes, given by their stage, and at the end."""
     seen = []
     with recorded() as launches:
@@ -49,7 +49,7 @@ def test_a_sum_begins_with_the_last_pass_of_its_stage(group: dist.ProcessGroup) 
     first, second, frozen_input = parameters(3)
     first.grad = second.grad = torch.ones(2)
     frozen_input.grad = torch.ones(2)
-    sums = ReplicaSums(group, {0: [first], 1: [second], 2: [frozen_input]}, {})
+    sums = OfStages(group, {0: [first], 1: [second], 2: [frozen_input]}, {})
     for _ in range(2):
         sums.begin_step(passes=2)
         assert begun(sums, [1, 0, 1, 0]) == [0, 0, 1, 2, 3], "no pass goes through stage 2"
@@ -69,7 +69,7 @@ def test_in_every_schedule_each_stage_has_a_last_pass_for_each_micro_batch(sched
 def test_a_parameter_of_two_stages_is_summed_once_after_both(group: dist.ProcessGroup) -> None:
     (shared,) = parameters(1)
     shared.grad = torch.ones(2)
-    sums = ReplicaSums(group, {0: [shared], 3: [shared, shared]}, {})
+    sums = OfStages(group, {0: [shared], 3: [shared, shared]}, {})
     sums.begin_step(passes=1)
     assert begun(sums, [3, 0]) == [0, 1, 1]
 
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_missing_is_named_before_the_replicas_wait_for_it(
 ) -> None:
     used, unused, allowed = parameters(3)
     used.grad = torch.ones(2)
-    sums = ReplicaSums(group, {0: [used, unused, allowed]}, {used: "layer.used", unused: "layer.unused"})
+    sums = OfStages(group, {0: [used, unused, allowed]}, {used: "layer.used", unused: "layer.unused"})
     sums.begin_step(passes=1)
     with recorded() as launches, golden.raises(ValueError):
         sums.passed(0)
@@ -92,7 +92,7 @@ def test_gradients_of_any_layout_are_summed_where_they_are(group: dist.ProcessGr
     own = [nn.Parameter(torch.zeros(g.shape, dtype=g.dtype)) for g in gradients]
     for parameter, gradient in zip(own, gradients, strict=True):
         parameter.grad = gradient
-    sums = ReplicaSums(group, {0: own}, {})
+    sums = OfStages(group, {0: own}, {})
     sums.begin_step(passes=1)
     sums.passed(0)
     sums.finish(WAITS)

@@ -16,8 +16,8 @@ from helpers.jobs.toys import Toy
 from orchestrator.job import Job
 from orchestrator.planning.placement import first_overlap, has_hole
 from orchestrator.strategies import registry
+from orchestrator.strategies.owner import cut_evenly
 from orchestrator.strategies.replicated.ddp_options import bucket_arguments, bucket_mb_for
-from orchestrator.strategies.replicated.optimizer_shards import cut_evenly
 
 
 @pytest.mark.parametrize(

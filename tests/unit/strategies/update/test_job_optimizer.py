@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from helpers.conformance.cases import having
 from helpers.files.golden import Golden
 from helpers.jobs.stage_toys import ScheduledChain, plain, tied_ends
 from helpers.jobs.step_toys import GAN
@@ -18,7 +19,7 @@ from orchestrator.model.partial_init import build_fake
 from orchestrator.model.stages import module_of
 from orchestrator.strategies.data.datasets import DatasetError, steps_per_epoch
 from orchestrator.strategies.training_step import optimizers_of
-from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, scheduler_of
+from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, schedule_of, scheduler_of
 from orchestrator.user_code.errors import JobError
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -163,6 +164,19 @@ class ByEpochsAlone(Toy):
         return StepLR(optimizer, step_size=round(30 * steps_per_epoch))
 
 
+def test_rates_rise_exponentially_and_in_proportion_over_the_steps_of_the_run() -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.3}], lr=0.1)
+    schedule = schedule_of(ByEpochsAlone(), [optimizer], having(steps=5, lr_range=(1e-4, 1.0)), steps_per_epoch=None)
+    assert schedule is not None
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert rates == [pytest.approx([10.0**n, 3 * 10.0**n]) for n in range(-4, 1)]
+
+
 class Endless:
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
@@ -170,7 +184,9 @@ class Endless:
 
 def step_size(job: Toy, dataset: Any) -> int:
     optimizer = optimizer_of(job, job.model())
-    scheduler = scheduler_of(job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, 64))
+    scheduler = scheduler_of(
+        job, optimizer, steps=100, steps_per_epoch=steps_per_epoch(job, dataset, having(global_batch_size=64))
+    )
     assert isinstance(scheduler, StepLR)
     return scheduler.step_size
 

@@ -114,6 +114,18 @@ def test_evaluation_counts_each_sample_once(
     assert len(numbers_of_batches) == 1
 
 
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_evaluation_is_limited_to_some_samples(dp_size: int, streamed: bool) -> None:
+    for kept in (range(10), range(1), range(99) if streamed else [7, 3, 30, 5]):
+        dataset = Listed(list(range(37))) if streamed else Numbers(37)
+        counted: Counter[int] = Counter()
+        for rank in range(dp_size):
+            for rows, valid in evaluate(dataset, kept=kept, batch_size=4, data_parallel_size=dp_size, dp_rank=rank):
+                counted.update(rows[:valid].tolist())
+        assert counted == Counter(i for i in kept if i < 37)
+
+
 class Listed(IterableDataset[Any]):
     """The items of a list, one after the other."""
 

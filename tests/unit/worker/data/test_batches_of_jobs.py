@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.conformance.cases import having
 from helpers.files.golden import Golden
 from helpers.jobs.toys import Toy
 from helpers.ranks.batches import LAYOUTS, Numbers, Streamed, read_by_all_ranks, train
@@ -58,6 +60,27 @@ def test_loader_processes_read_the_batches_of_the_job() -> None:
     assert [list(map(int, b)) for (b,) in train(Numbers(40), batches=batches, steps=7, num_workers=2)] == here
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"weights": torch.rand(100, generator=torch.manual_seed(0))}, {"batches": drawn(Bucketed(), 100, 13)}],
+    ids=["permutation", "weights", "batches"],
+)
+@pytest.mark.parametrize(("dp_size", "accumulation"), LAYOUTS)
+def test_a_limited_run_reads_the_first_batches_again_and_again(
+    how: dict[str, Any], dp_size: int, accumulation: int
+) -> None:
+    read = functools.partial(read_by_all_ranks, lambda: Numbers(100), seed=5, global_batch_size=13, **how)
+    first = read(data_parallel_size=1, steps=2)
+    layout = {"data_parallel_size": dp_size, "grad_accumulation": accumulation}
+    assert read(**layout, limit=26, samples_consumed=3 * 13, steps=4) == [first[1], *first, first[0]]
+    assert read(**layout, limit=100, steps=9) == read(data_parallel_size=1, steps=9), "no limit"
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Toy):
     batches: tuple[tuple[int, ...], ...] | None = None
@@ -101,6 +124,11 @@ def test_a_run_continues_with_the_batch_size_of_its_batches(golden: Golden) -> N
 
 
 def test_an_epoch_is_as_long_as_its_batches() -> None:
-    assert samples_per_epoch(Bucketed(), Numbers(100), 13) == 91
-    assert samples_per_epoch(Sampled(), Numbers(100), 13) == samples_per_epoch(Toy(), Numbers(100), 13) == 100
-    assert samples_per_epoch(Toy(), Streamed(), 13) == 5, "a stream that tells its length"
+    def samples(job: Job, dataset: Any, limit: int | None = None) -> int | None:
+        return samples_per_epoch(job, dataset, having(global_batch_size=13, limit_batches=limit))
+
+    assert samples(Bucketed(), Numbers(100)) == 91
+    assert samples(Sampled(), Numbers(100)) == samples(Toy(), Numbers(100)) == 100
+    assert samples(Toy(), Streamed()) == 5, "a stream that tells its length"
+    assert [samples(Bucketed(), Numbers(100), n) for n in (2, 8)] == [26, 91]
+    assert [samples(Toy(), Streamed(), 1), samples(Toy(), Endless(), 2)] == [5, 26]

@@ -36,6 +36,13 @@ def read_by_all_ranks(kind: type[Plain], n: int, **changes: Any) -> list[list[in
     return batches.read_by_all_ranks(lambda: kind(range(n)), **{**STREAMED, **changes})
 
 
+class AtRandom(Plain):
+    """Shuffled by torch's own generator."""
+
+    def order(self) -> list[int]:
+        return torch.randperm(len(self.items)).tolist()
+
+
 def order_of(kind: type[Plain], n: int, *, epochs: int) -> list[int]:
     """What iterating over a new object again and again yields."""
     dataset = kind(range(n))
@@ -68,6 +75,21 @@ def test_a_position_is_the_same_in_any_layout(kind: type[Plain]) -> None:
             kind, 37, data_parallel_size=dp_size, grad_accumulation=accumulation, samples_consumed=3 * 13, steps=3
         )
         assert rest == whole[3:]
+
+
+@pytest.mark.parametrize(("kind", "n"), [(Plain, 9), (Plain, 64), (Epochs, 64), (Stateful, 64), (AtRandom, 64)])
+def test_a_limited_stream_is_its_first_samples_again_and_again(kind: type[Plain], n: int) -> None:
+    whole = StreamReader(kind(range(n)), seed=3, batch_size=4, limit=12)
+    first = whole.read(12, first=0, end=12)
+    if n > 12:
+        assert first == StreamReader(kind(range(n)), seed=3, batch_size=4).read(12, first=0, end=12)
+    order = first[: min(n, 12)] * 9
+    assert [whole.read(4, first=1, end=3) for _ in range(5)] == [order[12 + 4 * k :][1:3] for k in range(5)]
+    again = StreamReader(kind(range(n)), seed=3, batch_size=4, limit=12)
+    if mark := whole.bookmark(32):
+        again.add_bookmark(Mark.from_json(json.loads(json.dumps(mark.to_json()))))
+    go_to(again, 32)
+    assert read(again) == order[32:42]
 
 
 def read(reader: StreamReader, count: int = 10) -> list[int]:

@@ -1,0 +1,64 @@
+"""Find the largest batch that fits: ``orchestrator batch-size job=gpt strategy=ddp``.
+
+Real runs of a few steps, each with twice the global batch of the one before, from ``train.global_batch_size`` on, until
+memory runs out. On CPUs, the search also ends when larger batches are no faster, or may not fit into the memory of the
+host. Nothing of these runs is recorded or uploaded.
+
+Exit codes: 0 done; 1 no batch fits, or a run failed for another reason; 2 wrong arguments; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import last_of_each
+from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.display.plain_text import say_note
+from orchestrator.driver.preflight.early_checks import refuse_early
+from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, positive
+
+KEY = "train.global_batch_size"
+STEPS = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="orchestrator batch-size",
+        description="Find the largest batch that fits, by runs of a few steps, each with twice the batch of the one "
+        f"before. They begin with {KEY}.",
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="as for `orchestrator launch`")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"steps of each run (default: {STEPS})")
+    parser.add_argument("--largest", type=positive, metavar="SAMPLES", help="the largest global batch to try")
+    add_files(parser)
+    options = parser.parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
+    redactor = Redactor.of_process()
+    with masked_output(redactor):
+        try:
+            with exits_refused(hard=True):
+                words = last_of_each([*file_words(options), *options.words], say_note)
+                refuse_early([words], redactor, starts_here=True)
+                # Imported here because this takes seconds.
+                from orchestrator.driver.batch_sizes import search
+
+                return search(words, redactor, steps=options.steps, largest=options.largest)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
+
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except Exception:
+            traceback.print_exc()  # here, because the interpreter would print it unmasked
+            return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What a mesh and the keys make of the slots of a trainer, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.config.schema import StrategyConfig
+from orchestrator.planning.mesh import Mesh
+from orchestrator.strategies.keys import ReplicatedConfig, ShardedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What trains.
+
+    Attributes:
+        stages: whether the model is cut into stages.
+        gathers: whether workers have shards of parameters, which are gathered to be used.
+        divides_optimizer: whether each worker updates a shard of the parameters that it has whole.
+        together: whether several workers compute the same samples.
+    """
+
+    stages: bool
+    gathers: bool
+    divides_optimizer: bool
+    together: bool
+
+    @property
+    def part(self) -> str:
+        """The class of the part, as ``module:class`` in ``parts``."""
+        return _PARTS[self.stages, self.gathers]
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the gradients of whole models are summed in buckets."""
+        return not (self.stages or self.gathers or self.together)
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether workers have parameters in other memory than the job gives them, so that none has the whole model."""
+        return not self.has_buckets
+
+
+_PARTS = {
+    (False, False): "whole:Whole",
+    (False, True): "gathered:Gathered",
+    (True, False): "stages:Stages",
+    (True, True): "divided_stages:GatheredStages",
+}
+
+
+def slots_of(options: StrategyConfig, mesh: Mesh) -> Slots:
+    """Return the slots for the keys of a synchronous strategy and a mesh that they make."""
+    divides_optimizer = isinstance(options, ReplicatedConfig) and options.shard_optimizer
+    return Slots(
+        stages=mesh.pipeline > 1,
+        gathers=isinstance(options, ShardedConfig) and mesh.num_shards > 1 and not divides_optimizer,
+        divides_optimizer=divides_optimizer,
+        together=mesh.workers_per_sample > 1,
+    )

@@ -1,0 +1,1 @@
+"""When the gradients of a step are summed: in its backward passes, into shards, or at their end."""

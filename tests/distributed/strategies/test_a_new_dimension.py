@@ -1,0 +1,22 @@
+"""A dimension of the mesh is a size, a key, a class and an entry: one that divides nothing trains under every name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.conformance.dimension import PRESETS, copied_with_nothing
+from orchestrator.config.files import choices
+from orchestrator.strategies import registry
+from orchestrator.strategies.presets.synchronous import Synchronous
+
+
+def test_a_dimension_that_divides_nothing_trains_under_every_name(tmp_path: Path) -> None:
+    products = {name for name in choices("strategy") if issubclass(registry.load(name), Synchronous)}
+    assert {*PRESETS} == products - {"single"}
+    copied_with_nothing(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(tmp_path / "tests")])}
+    command = [sys.executable, "-m", "helpers.conformance.dimension"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == [*PRESETS]

@@ -1,0 +1,38 @@
+"""``orchestrator new``: names that cannot be used are refused, and what it writes is whole."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.new import FILES, main
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("My-Project", "use small letters, digits and '_'"),
+        ("class", "use small letters, digits and '_'"),
+        ("torch", "there is a module or a job of this name"),
+        ("digits", "there is a module or a job of this name"),
+        ("there", "exists; choose another name"),
+        ("there/file/below", "cannot be made (Not a directory)"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    assert main([name]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_project_has_its_name_everywhere(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "deep" / "two_spirals")]) == 0
+    texts = {
+        file: (tmp_path / "deep" / "two_spirals" / file.replace("NAME", "two_spirals")).read_text() for file in FILES
+    }
+    assert not [file for file, text in texts.items() if "NAME" in text or "CLASS" in text]
+    assert "_target_: two_spirals.TwoSpirals" in texts["conf/job/NAME.yaml"]
+    assert "class TwoSpirals(Job)" in texts["NAME.py"]
