@@ -18,7 +18,6 @@ from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, StepsKnown
 from orchestrator.protocol.messages import Assignment, Outcome
 from orchestrator.records.run_dir import RunDir
-from orchestrator.script_api import send
 from orchestrator.strategies.external.job import Script
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.debug_worker import InThisProcess
@@ -59,7 +58,7 @@ class DebugScriptWorker(InThisProcess, ScriptWorker):
                 try:
                     code = self._exit_code(job)
                 finally:
-                    send(str(reports.path), b"\n")  # after the last report
+                    reports.end_reports()
                     self._has_all.wait(_REPORTS_S)
         if code not in (None, 0):
             raise JobError(f"the script ended with sys.exit({code!r})")
