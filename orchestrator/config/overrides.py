@@ -85,7 +85,7 @@ def values(words: Iterable[str]) -> dict[str, Any]:
 def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
     """Return ``words`` without overrides of keys that later ones set again: the last one counts, as in Hydra.
 
-    ``say``: receives a note about each of these, with secrets masked.
+    ``say``: receives a note about each of these, without its values, which may be secrets of any form.
     """
     last: dict[str, str] = {}
     for word in words:
@@ -93,7 +93,7 @@ def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
         key = word if given is None else given[1]
         before = last.pop(key, word)
         if before != word:
-            say(f"{masked(before, Redactor())}: given again as {masked(word, Redactor())}, which counts")
+            say(f"{key}: given more than once; the last value counts")
         last[key] = word
     return list(last.values())
 
