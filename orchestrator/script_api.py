@@ -73,7 +73,7 @@ def report(
                 f"orchestrator.report: {len(metrics):,} metrics are {len(line):,} bytes; a report has at most "
                 f"{LARGEST_REPORT_BYTES:,}, so divide it, each part with the same step"
             )
-        _send(path, line)
+        send(path, line)
 
 
 def _plain(value: Any) -> Any:
@@ -124,7 +124,7 @@ def checkpoint_dir() -> Path:
     return path
 
 
-def _send(path: str, line: bytes) -> None:
+def send(path: str, line: bytes) -> None:
     """Send a line to the worker; a worker that has gone is no error, because it ends this process itself.
 
     A signal handler that reports may have interrupted a line of its own thread: it has a connection of its own.

@@ -88,7 +88,7 @@ def placed(words: Sequence[str], errors: Sequence[str]) -> list[str]:
 
 def _choose_length(data: dict[str, Any], given: Mapping[str, Any], errors: list[str]) -> None:
     """Let ``train.steps`` on the command line win over ``train.epochs`` in a file; refuse both on the command line."""
-    if "train.steps" not in given or not isinstance(train := data.get("train"), dict):
+    if given.get("train.steps") is None or not isinstance(train := data.get("train"), dict):
         return
     if given.get("train.epochs") is not None:
         errors.append(

@@ -21,7 +21,10 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.job import Job
 from orchestrator.user_code.callbacks import METHODS, Callback
-from orchestrator.user_code.errors import JobError, error_text, exits_refused
+from orchestrator.user_code.errors import JobError, error_text, exits_refused, own_frames, place_of
+
+_NOT_FROZEN = "cannot inherit non-frozen dataclass from a frozen one"
+"""What Python says of a job that is a plain ``@dataclass``."""
 
 
 def load_job(
@@ -218,7 +221,9 @@ def imported_class(target: str, key: str, base: type, errors: list[str]) -> type
             errors.append(missing_module(key, e.name))
         return None
     except Exception as e:
-        errors.append(f"{key}: importing {module_name} failed: {error_text(e)}")
+        place = f" ({place_of(frames[-1])})" if (frames := own_frames(e)) else ""
+        remedy = "; write @dataclass(frozen=True, kw_only=True), as the class Job is" if _NOT_FROZEN in str(e) else ""
+        errors.append(f"{key}: importing {module_name} failed: {error_text(e)}{place}{remedy}")
         return None
     cls = getattr(module, class_name, None)
     if not isinstance(cls, type):

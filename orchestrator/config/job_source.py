@@ -53,6 +53,18 @@ def fields_in_source(target: str) -> Fields | None:
     return of(name, frozenset())
 
 
+def classes_beside(name: str) -> list[str]:
+    """Return the classes in a file of the working directory, as ``job=`` takes them, given its name or its path."""
+    file = Path(name if name.endswith(".py") else f"{name}.py")
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return []
+    return [
+        f"{'.'.join(file.with_suffix('').parts)}.{s.name}" for s in tree.body if isinstance(s, ast.ClassDef) and s.bases
+    ]
+
+
 def source_errors(spec: JobSpec) -> list[str]:
     """Return what is certainly wrong: there is no such package, or fields are unknown or of another type.
 

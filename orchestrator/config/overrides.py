@@ -15,8 +15,10 @@ from hydra.errors import HydraException
 from orchestrator.compat.hydra import element_text, own_hydra, parse_override
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import GROUPS, Files, instead_of, is_option, options_of
+from orchestrator.config.job_source import classes_beside
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.secret_names import is_secret
+from orchestrator.config.synonyms import instead_of_strategy
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.config.typed import Typed, plain
 
@@ -83,7 +85,7 @@ def values(words: Iterable[str]) -> dict[str, Any]:
 def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
     """Return ``words`` without overrides of keys that later ones set again: the last one counts, as in Hydra.
 
-    ``say``: receives a note about each of these, with secrets masked.
+    ``say``: receives a note about each of these, without its values, which may be secrets of any form.
     """
     last: dict[str, str] = {}
     for word in words:
@@ -91,7 +93,7 @@ def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
         key = word if given is None else given[1]
         before = last.pop(key, word)
         if before != word:
-            say(f"{masked(before, Redactor())}: given again as {masked(word, Redactor())}, which counts")
+            say(f"{key}: given more than once; the last value counts")
         last[key] = word
     return list(last.values())
 
@@ -209,6 +211,10 @@ def group_error(override: Override, files: Files) -> str | None:
         return None
     name = unknown[0]
     known = files.choices(group)
+    if group == "strategy" and (ours := instead_of_strategy(name)) is not None:
+        return f"{_typed(override)}: unknown; use strategy={ours}"
+    if group == "job" and (classes := classes_beside(name)):
+        return f"{_typed(override)}: name the class, as in job={classes[0]}"
     hint, valid = did_you_mean(name, known), f"valid: {', '.join(known)}"
     return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
 

@@ -21,7 +21,7 @@ _OF_ITS_TRAINING = frozenset(
     {"name", "resume", "evaluate", "start_from", "plan", "debug", "profile", "callbacks", "checkpoint", "sweep"}
 )
 """Keys and sections that say how the run was trained, or have no meaning for another one."""
-_KEYS_OF_ITS_TRAINING = ("train.stop_after", "train.stop_min_delta", "recovery.chaos")
+_KEYS_OF_ITS_TRAINING = ("train.epochs", "train.stop_after", "train.stop_min_delta", "recovery.chaos")
 
 
 def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:
@@ -45,7 +45,7 @@ def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:
         if errors:
             raise ValueError("; ".join(errors))
         recorded["job"] = {"_target_": job.target, **job.fields}
-    replaced = (*_KEYS_OF_ITS_TRAINING, *keys)
+    replaced = (*_KEYS_OF_ITS_TRAINING, *keys, *(["train.steps"] if "train.epochs" in keys else []))
     sections = tuple(f"{key}." for key in keys if key in GROUPS)
     words = read_arguments([recorded], {}).overrides
     return [word for word in words if word.partition("=")[0] not in replaced and not word.startswith(sections)] + list(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_FIELD = "it is a field of the job, as in job.{}=...; --help with job=<name> lists its fields"
+_FIELD = "a field of the job is given as job.{}=...; --help with job=<name> lists its fields"
 
 NAMES = {
     "train.epochs": "num_epochs max_epochs num_train_epochs n_epochs",
@@ -89,6 +89,24 @@ _FIELDS = (
 _REMEDIES = {word: f"use {key}" for key, words in NAMES.items() for word in words.split()} | {
     word: _FIELD.format(word) for word in _FIELDS.split()
 }
+
+
+_STRATEGIES = {
+    "fsdp, which is ZeRO-3": "deepspeed deepspeed_stage_3 zero zero3 zero_3 fsdp2 fully_shard fully_sharded full_shard",
+    "ddp strategy.shard_optimizer=true, which is ZeRO-1": "zero1 zero_1 deepspeed_stage_1 zero_redundancy_optimizer",
+    "hsdp": "hybrid_shard",
+    "ddp": "distributed distributed_data_parallel ddp_spawn multi_gpu data_parallel",
+    "ddp strategy.tensor=2": "tp tensor tensor_parallel",
+    "fsdp strategy.context=2": "cp context context_parallel",
+    "pipeline": "pp pipeline_parallel gpipe",
+}
+"""Names of strategies, with keys, by what others call them."""
+
+
+def instead_of_strategy(name: str) -> str | None:
+    """Return the strategy that other launchers call ``name``, as typed after ``strategy=``; None if none is known."""
+    asked = name.lower().replace("-", "_")
+    return next((ours for ours, theirs in _STRATEGIES.items() if asked in theirs.split()), None)
 
 
 def instead(key: str) -> str | None:

@@ -129,4 +129,5 @@ class ChosenMetrics:
         are_evaluated = all(name.startswith(self._prefixes) for name in missing)
         there = sorted(name for name in self._known if not are_evaluated or name.startswith(self._prefixes))
         what = "no evaluation has" if are_evaluated else "the run has not logged"
-        self._warning = f"display.metrics: {what} {' and '.join(missing)}; there are {first_few(there, most=20)}"
+        known = f"there are {first_few(there, most=20)}" if there else "there are no others"
+        self._warning = f"display.metrics: {what} {' and '.join(missing)}; {known}"

@@ -25,6 +25,8 @@ from orchestrator.worker.script import child_process
 from orchestrator.worker.script_actor import ScriptWorker
 
 _CHUNK_BYTES = 1 << 16
+_REPORTS_S = 2.0
+"""How long the last reports may take, which come from another process if the script has left them to one."""
 
 
 class DebugScriptWorker(InThisProcess, ScriptWorker):
@@ -33,6 +35,7 @@ class DebugScriptWorker(InThisProcess, ScriptWorker):
     def __init__(self, **options: object):
         super().__init__(**options)  # type: ignore[arg-type]
         self._reports = child_process.Reports()
+        self._has_all = threading.Event()
 
     def _run(self, assignment: Assignment, job: Job, startup: dict[str, float]) -> Outcome:
         assert isinstance(job, Script)
@@ -52,7 +55,11 @@ class DebugScriptWorker(InThisProcess, ScriptWorker):
             threading.Thread(target=self._take_reports, args=(reports.listener,), name="reports", daemon=True).start()
             self.outbox.put_event(FirstStepDone(generation=assignment.generation, startup=startup))
             with _started_as_program(job, environment):
-                code = self._exit_code(job)
+                try:
+                    code = self._exit_code(job)
+                finally:
+                    reports.end_reports()
+                    self._has_all.wait(_REPORTS_S)
         if code not in (None, 0):
             raise JobError(f"the script ended with sys.exit({code!r})")
         return Outcome(status="done", step=self._reports.step)
@@ -79,6 +86,8 @@ class DebugScriptWorker(InThisProcess, ScriptWorker):
             while chunk := connection.recv(_CHUNK_BYTES):
                 steps = self._reports.steps
                 for line in lines.add(chunk):
+                    if not line:
+                        self._has_all.set()
                     if (point := self._reports.point(line)) is not None:
                         self.outbox.enter(self._reports.step, "train")
                         self.outbox.put_point(point)

@@ -174,18 +174,13 @@ def test_what_is_not_there_is_refused(words: str, said: str, refused: Refused) -
 
 
 def test_the_surroundings_come_in_the_same_message(refused: Refused) -> None:
-    found = refused("output_dir=/proc/nowhere", "tracking.uri=nonsense", "job.hidden=0")
+    found = refused("output_dir=/proc/nowhere", "tracking.uri=nonsense", "resume=yesterday")
     assert len(found.splitlines()) == 3
 
 
-def test_the_resume_and_the_plan_come_in_the_same_message(refused: Refused) -> None:
-    found = refused("output_dir=/proc/nowhere", "resume=yesterday", "train.global_batch_size=1", "job.hidden=0")
-    assert len(found.splitlines()) == 4
-
-
-def test_the_address_comes_in_the_same_message(refused: Refused) -> None:
-    found = refused("cluster.address=127.0.0.1:1", "resume=yesterday", "job.hidden=0")
-    assert len(found.splitlines()) == 3
+@pytest.mark.parametrize("word", ["cluster.address=127.0.0.1:1", "train.global_batch_size=1"])
+def test_the_job_comes_in_the_same_message_as_the_cluster_and_the_plan(refused: Refused, word: str) -> None:
+    assert len(refused(word, "job.hidden=0").splitlines()) == 2
 
 
 def test_python_callers_get_the_same_errors(elsewhere: Path) -> None:

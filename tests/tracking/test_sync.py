@@ -69,12 +69,12 @@ def test_the_command_to_try_again_is_for_a_shell(tmp_path, capsys):
     run_dir = ended_run(tmp_path / "it's (a) $HOME", None)
     assert sync.main([str(run_dir.path), "--uri", "http://127.0.0.1:1"]) == 1
     _, _, again = capsys.readouterr().err.splitlines()[-1].partition("try again with: ")
-    assert shlex.split(again)[3:] == [str(run_dir.path), "--uri", "http://127.0.0.1:1"]
+    assert shlex.split(again)[2:] == [str(run_dir.path), "--uri", "http://127.0.0.1:1"]
 
 
 def test_sync_refuses_what_it_cannot_do(tmp_path, capsys):
     assert sync.main([str(tmp_path)]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+    assert "no such run" in capsys.readouterr().err
     damaged = ended_run(tmp_path, None)
     damaged.record_file.write_text('{"state": "fin')
     assert sync.main([str(damaged.path)]) == 2

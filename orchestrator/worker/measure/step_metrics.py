@@ -47,7 +47,8 @@ class NonFiniteError(ArithmeticError):
     """``what`` became NaN or infinite at ``step``, possibly some steps ago; ``advice`` tells the user what to do."""
 
     advice = (
-        "lower the learning rate, clip with train.clip_norm=1.0, or leave such steps out with train.on_nonfinite=skip"
+        "lower the learning rate, clip with train.clip_norm=1.0, or leave such steps out with train.on_nonfinite=skip; "
+        "train.detect_anomaly=true names the line that it comes from"
     )
 
     def __init__(self, what: str, step: int):

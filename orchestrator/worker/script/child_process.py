@@ -24,7 +24,7 @@ import psutil
 from orchestrator.protocol.messages import Assignment, TrainPoint
 from orchestrator.protocol.metrics import Metric
 from orchestrator.records.lock import end_with_parent
-from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE
+from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE, send
 from orchestrator.worker.process.family import adopt_orphans, end_family
 from orchestrator.worker.process.network import flight_variables
 from orchestrator.worker.script.at_start import sitecustomize
@@ -226,6 +226,10 @@ class ReportSocket:
     def uncaught(self) -> Path:
         """A file for the exception that ends the script, which ``at_start/sitecustomize.py`` writes."""
         return self._folder / sitecustomize.UNCAUGHT
+
+    def end_reports(self) -> None:
+        """Send an empty line after the last report of a script that has run in this process."""
+        send(str(self.path), b"\n")
 
     def event_files(self) -> list[Path]:
         """Return the event files that the script has opened, as ``at_start/sitecustomize.py`` tells."""

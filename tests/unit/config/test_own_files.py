@@ -1,6 +1,7 @@
 """A user's own ``conf/``: composed after ours as Hydra does it, shown by ``--cfg``, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -337,6 +338,15 @@ def test_the_record_of_a_run_has_all_that_an_evaluation_needs_of_the_files(
     again = composed(*words)
     assert (again.job, again.strategy, again.cluster) == (config.job, config.strategy, config.cluster)
     assert evaluate.main(["nothing", "--config-dir", "nowhere"]) == 2
+
+
+def test_a_run_of_some_epochs_is_evaluated_at_its_steps_or_for_other_epochs(directory: Path) -> None:
+    of_epochs = composed("train.epochs=3")
+    recorded = replace(of_epochs, train=replace(of_epochs.train, steps=66))
+    write(directory / "runs/config.yaml", to_yaml(to_dict(recorded)))
+    for given, expected in (([], (66, None)), (["train.steps=7"], (7, None)), (["train.epochs=2"], (500, 2.0))):
+        train = composed(*overrides_to_evaluate(directory / "runs/config.yaml", given)).train
+        assert (train.steps, train.epochs) == expected
 
 
 @pytest.mark.slow
