@@ -7,11 +7,12 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 import ray
+import torch
 
-from helpers.conformance.reference import plain_losses
+from helpers.conformance.reference import plain_losses, plainly, numbered
 from helpers.jobs import row_jobs
-from helpers.jobs.row_jobs import RowJob, write_files, write_images
-from helpers.records.runs import events, in_campaign, losses, wait_for_step
+from helpers.jobs.row_jobs import RowJob, TokenRows, write_files, write_images, write_tokens
+from helpers.records.runs import events, in_campaign, losses, series, wait_for_step
 from orchestrator.compat.ray import datasets
 from orchestrator.features.feeding.client import FedSplit, Feeding
 from orchestrator.features.feeding.feed import Request, Share
@@ -62,6 +63,37 @@ def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
     assert losses(resumed.run_dir) == pytest.approx(expected, rel=1e-4)
     again = [warning for warning in warnings(resumed.run_dir) if "rows of the epoch were read again in" in warning]
     assert len(again) == len(warnings(resumed.run_dir)) == (kind == "images")
+
+
+LAYOUTS = {
+    "single": ("single",),
+    "ddp": ("ddp", "num_workers=3"),
+    "fsdp": ("fsdp", "num_workers=2"),
+    "hsdp": ("hsdp", "num_workers=4", "shard_size=2"),
+    "pipeline": ("pipeline", "num_workers=2", "num_microbatches=2"),
+    "ddp_pipeline": ("ddp_pipeline", "num_workers=4", "num_microbatches=2"),
+    "tensor in stages": ("mesh", "num_workers=4", "tensor=2", "pipeline=2", "num_microbatches=2"),
+    "replicas of context": ("mesh", "num_workers=4", "context=2", "replicate=2"),
+}
+
+
+@pytest.mark.parametrize("name", [*in_campaign(*[(name,) for name in LAYOUTS])])
+def test_rows_have_the_same_losses_under_every_strategy(run: Any, tmp_path: Path, name: str) -> None:
+    """Also in evaluations, which end with a part of a batch."""
+    write_tokens(folder := tmp_path / "rows")
+    strategy, *keys = LAYOUTS[name]
+    words = ("job._target_=helpers.jobs.row_jobs.TokenRows", "train.steps=14", "train.global_batch_size=12",
+             "train.log_every=1", "train.eval_every=7", "train.precision=fp32", "checkpoint.every=0")  # fmt: skip
+    result = run(*words, f"job.folder={folder}", f"strategy={strategy}", "cluster.cpus_per_worker=0.5",
+                 *(f"strategy.{key}" for key in keys))  # fmt: skip
+    assert result.exit_code == 0, result.reason
+    job = TokenRows()
+    trained = plainly(job, batch=12, steps=14)
+    assert losses(result.run_dir) == pytest.approx(numbered(trained), rel=1e-4)
+    inputs, target = job.collate(list(job.dataset("val")))
+    with torch.no_grad():
+        loss = float(job.loss(trained.model.eval()(inputs), target))
+    assert series(result.run_dir, "val/loss")[14] == pytest.approx(loss, rel=1e-4)
 
 
 def kill_feeder(folder: Path) -> None:

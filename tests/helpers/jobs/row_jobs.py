@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from helpers.jobs.quick_jobs import TinyGPT
 from orchestrator.features.feeding.window import shuffled
 from orchestrator.job import Job, Split
 
@@ -48,7 +49,7 @@ class InOrder(IterableDataset[Any]):
         self.rows = {name: column[kept] for name, column in (rows or joined(columns())).items()}
 
     def __iter__(self) -> Iterator[Any]:
-        for i in range(len(self.rows["y"])):
+        for i in range(len(next(iter(self.rows.values())))):
             yield {name: column[i] for name, column in self.rows.items()}
 
 
@@ -132,6 +133,43 @@ class RowJob(Job):
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
+
+
+def windows_of_tokens() -> dict[str, Any]:
+    return {"tokens": np.random.default_rng(2).integers(0, 64, size=(100, 17))}
+
+
+def write_tokens(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    for number, part in enumerate(np.split(windows_of_tokens()["tokens"], FILES)):
+        pq.write_table(pa.table({"tokens": list(part)}), folder / f"{number}.parquet", row_group_size=7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows(TinyGPT):
+    """``folder``: of files of windows of tokens; empty for a stream of the same rows."""
+
+    folder: str = ""
+    layers: int = 2
+
+    def dataset(self, split: Split) -> Any:
+        kept = slice(None) if split == "train" else slice(0, 25)
+        if not self.folder:
+            return InOrder(kept, windows_of_tokens())
+        rows = ray_data().read_parquet(self.folder)
+        return rows if split == "train" else rows.limit(25)
+
+    @property
+    def collate(self) -> Any:
+        return shifted
+
+
+def shifted(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    tokens = torch.from_numpy(np.stack([row["tokens"] for row in rows]))
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def ray_data() -> Any:
