@@ -1,5 +1,6 @@
 """Rows of a ``ray.data.Dataset``: the losses of a plain loop over them, whatever is lost, and from any position."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -9,11 +10,12 @@ import pytest
 import ray
 import torch
 
-from helpers.conformance.reference import plain_losses, plainly, numbered
+from helpers.conformance.reference import numbered, plain_losses, plainly
 from helpers.jobs import row_jobs
-from helpers.jobs.row_jobs import RowJob, TokenRows, write_files, write_images, write_tokens
+from helpers.jobs.row_jobs import ROWS, RowJob, TokenRows, write_files, write_images, write_tokens
 from helpers.records.runs import events, in_campaign, losses, series, wait_for_step
 from orchestrator.compat.ray import datasets
+from orchestrator.features import feeding
 from orchestrator.features.feeding.client import FedSplit, Feeding
 from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import Feeder
@@ -131,19 +133,55 @@ def taken(job: RowJob, position: int, mark: Mark | None = None) -> tuple[Share, 
     """The global batch at a position, from a feeder in this process that begins there."""
     ray.cloudpickle.register_pickle_by_value(row_jobs)  # this process does not lend its path to tasks
     feeder = Feeder(job, seed=0, window=0, count=BATCH)
-    asked = Request(
-        asker=0, generation=1, position=position, count=BATCH, first=0, end=BATCH, keep=0, ahead=0, mark=mark
-    )
     try:
-        while (share := feeder.take("train", asked)) and isinstance(share, Share) and share.parts is None:
-            pass
-        if isinstance(share, ReadFailure):
-            raise share.error()
-        assert share is not None
-        assert share.parts is not None
-        return share, joined([part.load(datasets.columns) for part in share.parts])
+        return asked(feeder, position, mark)
     finally:
         feeder.close("train")
+
+
+def asked(feeder: Feeder, position: int, mark: Mark | None = None) -> tuple[Share, Columns]:
+    request = Request(
+        asker=0, generation=1, position=position, count=BATCH, first=0, end=BATCH, keep=position, ahead=0, mark=mark
+    )
+    while (share := feeder.take("train", request)) and isinstance(share, Share) and share.parts is None:
+        pass
+    if isinstance(share, ReadFailure):
+        raise share.error()
+    assert share is not None
+    assert share.parts is not None
+    return share, joined([part.load(datasets.columns) for part in share.parts])
+
+
+def batches(job: RowJob, count: int, *, window: int, limit: int | None) -> list[Any]:
+    """The first inputs of each of the first global batches."""
+    ray.cloudpickle.register_pickle_by_value(row_jobs)
+    feeder = Feeder(job, seed=0, window=window, count=BATCH, limit=limit)
+    try:
+        return [asked(feeder, BATCH * number)[1].columns["x"].tolist() for number in range(count)]
+    finally:
+        feeder.close("train")
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_limit_leaves_the_first_rows_of_the_first_epoch_in_every_epoch(folder: Path, window: int) -> None:
+    job = RowJob(kind="rows", folder=str(folder))
+    whole, limited = (batches(job, 4, window=window, limit=limit) for limit in (None, 2 * BATCH))
+    assert limited == whole[:2] * 2
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("rows", ROWS), ("function", ROWS), ("filtered", None), ("endless", 1500)])
+def test_rows_of_an_epoch_are_known_or_counted(folder: Path, kind: str, rows: int | None) -> None:
+    ray.cloudpickle.register_pickle_by_value(row_jobs)
+    job = RowJob(kind=kind, folder=str(folder))
+    expected = rows or int(row_jobs.columns()["y"].sum())
+    up_to = 1500 if kind == "endless" else None
+    assert feeding.length(job, "train", 0, up_to=up_to, limit_s=100) == expected
+    assert feeding.length(job, "train", 0, up_to=10, limit_s=100) == 10
+    if kind == "endless":
+        text = feeding.length(job, "train", 0, up_to=None, limit_s=0)
+        assert re.fullmatch(
+            "has no known length: [0-9,]+ rows were counted in 0 s, and there are more; .* no end", str(text)
+        )
 
 
 @pytest.mark.parametrize(

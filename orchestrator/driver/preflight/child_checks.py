@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.schema import Config
-from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
+from orchestrator.driver.preflight.child_process import ChildDiedError, beside_ray, in_child
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.layout import Layout
@@ -103,9 +103,21 @@ def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks:
             except NeedsFeederError as e:
                 (split,) = e.args
                 on_tasks.append(split)
-                SAMPLES_OF[split] = importlib.import_module(FEEDING).first_samples(job, split, config.seed)
+                SAMPLES_OF[split] = _first_samples(config, job, split)
     finally:
         SAMPLES_OF.clear()
+
+
+def _first_samples(config: Config, job: Job, split: str) -> Sequence[Any] | str:
+    """Return the first samples of data that only tasks can read, or why they are not known."""
+
+    def read() -> Sequence[Any] | str:
+        return importlib.import_module(FEEDING).first_samples(job, split, config.seed)  # type: ignore[no-any-return]
+
+    try:
+        return beside_ray(read, cluster=config.cluster, timeout_s=config.recovery.build_max_s)
+    except (ChildDiedError, ConfigError) as e:
+        return f"and a process that read the first samples {e}"
 
 
 def continuation_errors(

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.feed import Request, Share
-from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, with_paths
+from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, feeder_for, with_paths
 from orchestrator.features.feeding.rows import ROW, SEEN, digest
 from orchestrator.job import Job
 from orchestrator.protocol.messages import Assignment
@@ -88,10 +88,7 @@ class Feeding:
 
     def _call(self, name: str, arguments: Sequence[Any], deadline: float) -> Any:
         if not ray.is_initialized():  # debug=true
-            config = self.assignment.config
-            self._local = self._local or Feeder(
-                self._job, seed=config.seed, window=config.data.shuffle_window, count=config.train.global_batch_size
-            )
+            self._local = self._local or feeder_for(self._job, self.assignment.config)
             return getattr(self._local, name)(*arguments)
         self._actor = self._actor or self._make()
         return ray.get(self._actor.call.remote(name, *arguments), timeout=max(0.0, deadline - time.monotonic()))
@@ -112,7 +109,7 @@ class Feeding:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=not place),
                 runtime_env=with_paths(environment.import_paths),
             )
-            .remote(pickle.dumps(environment), config.data.shuffle_window)
+            .remote(pickle.dumps(environment))
         )
 
 

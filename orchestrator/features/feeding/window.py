@@ -74,7 +74,7 @@ class Blocks:
 
     Args:
         blocks: the reference, the first row and the number of rows of each.
-        order: which row comes when, of all rows of these blocks; None for their own order.
+        order: which row of these blocks comes when, as far as they are wanted; None for all in their own order.
         num_bytes: the size of the blocks.
     """
 
@@ -91,7 +91,7 @@ class Blocks:
         self._order = order
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._order is None else len(self._order)
 
     def part(self, start: int, stop: int) -> InBlocks:
         wanted = np.arange(start, stop) if self._order is None else self._order[start:stop]

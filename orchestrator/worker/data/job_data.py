@@ -185,11 +185,6 @@ class JobData:
                 f"data.read={self._assignment.config.data.read}: job.dataset('train') returns a map-style dataset, of "
                 "which each rank reads its own share; leave data.read out, or return a stream"
             )
-        if fed is not None and split == TRAIN and self._assignment.config.train.limit_batches is not None:
-            raise DatasetError(
-                "train.limit_batches: the data is read by another process, which goes through all of it; end it in "
-                "Job.dataset, as by ray.data.Dataset.limit()"
-            )
         return opened_dataset(job, split, seed) if fed is None else fed
 
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:

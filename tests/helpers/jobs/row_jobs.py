@@ -118,6 +118,10 @@ class RowJob(Job):
             return made(self.folder).map_batches(noisy)
         if self.kind == "empty":
             return made(self.folder).filter(lambda row: False)
+        if self.kind == "filtered":
+            return made(self.folder).filter(lambda row: row["y"] > 0)
+        if self.kind == "endless":
+            return ray_data().read_datasource(endless(), override_num_blocks=1)
         if self.kind == "missing":
             return ray_data().from_items([{"x": 1.5, "y": number if number else None} for number in range(3)])
         assert self.kind == "rows"
@@ -180,6 +184,26 @@ def ray_data() -> Any:
 
 def made(path: str) -> Any:
     return ray_data().read_parquet(path).map_batches(joined)
+
+
+def endless() -> Any:
+    """A source with one task, which never ends."""
+    import pyarrow as pa
+    from ray.data.block import BlockMetadata
+    from ray.data.datasource import Datasource, ReadTask
+
+    def read() -> Iterator[Any]:
+        while True:
+            yield pa.table({"x": np.zeros((1000,)), "y": np.zeros((1000,))})
+
+    class Endless(Datasource):
+        def estimate_inmemory_data_size(self) -> None:
+            return None
+
+        def get_read_tasks(self, parallelism: int, *args: Any, **options: Any) -> list[Any]:
+            return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None))]
+
+    return Endless()
 
 
 def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
