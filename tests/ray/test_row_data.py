@@ -98,6 +98,12 @@ def test_rows_have_the_same_losses_under_every_strategy(run: Any, tmp_path: Path
     assert series(result.run_dir, "val/loss")[14] == pytest.approx(loss, rel=1e-4)
 
 
+def test_workers_that_reserve_every_cpu_are_refused_with_the_numbers(run: Any, folder: Path) -> None:
+    result = run(*WORDS, "strategy.num_workers=4", "cluster.cpus_per_worker=1", "job.kind=rows", f"job.folder={folder}")
+    assert result.exit_code != 0
+    assert "4 of the 4 CPUs of the cluster are reserved" in result.reason
+
+
 def kill_feeder(folder: Path) -> None:
     wait_for_step(folder, 20)
     (name,) = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "/feeder" in actor["name"]]

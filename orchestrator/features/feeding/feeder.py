@@ -65,14 +65,18 @@ class Feeder:
         window: ``data.shuffle_window``.
         count: the samples of a global batch of training.
         limit: the samples of an epoch of training at most; None for all.
+        has_rows: whether it is known that some data is a dataset of Ray Data.
     """
 
-    def __init__(self, job: Job, *, seed: int, window: int, count: int, limit: int | None = None):
+    def __init__(
+        self, job: Job, *, seed: int, window: int, count: int, limit: int | None = None, has_rows: bool = False
+    ):
         self._job = job
         self._seed = seed
         self._window = window
         self._count = count
         self._limit = limit
+        self._has_rows = has_rows
         self._lock = threading.Lock()
         self._feeds: dict[tuple[str, int], Feed] = {}
         self._opened: dict[str, Any] = {}
@@ -167,6 +171,8 @@ class Feeder:
     def _open(self, split: str, *, again: bool = False) -> Any:
         """Return the data of a split, or new ones."""
         if split not in self._opened or again:
+            if self._has_rows or "ray.data" in sys.modules:
+                _cpus()  # without any, the tasks by which datasets look at files would wait for ever
             with ray_data.in_order():
                 dataset = opened_dataset(self._job, split, self._seed)
             self._opened[split] = dataset
@@ -240,6 +246,7 @@ def feeder_for(job: Job, config: Config) -> Feeder:
         window=config.data.shuffle_window,
         count=train.global_batch_size,
         limit=train.limit_samples,
+        has_rows=config.data.read == "rank",
     )
 
 
