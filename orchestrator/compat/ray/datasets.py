@@ -7,6 +7,7 @@ Ray moves them, rows are read and dropped in place of being skipped.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +171,11 @@ def free_cpus() -> tuple[float, float]:
     )
     total = ray.cluster_resources().get("CPU", 0.0)
     return total - reserved, total
+
+
+def store_bytes() -> float:
+    """Return the size of the object stores of all nodes; infinite without Ray."""
+    return float(ray.cluster_resources().get("object_store_memory", math.inf)) if ray.is_initialized() else math.inf
 
 
 class _RowGroups:

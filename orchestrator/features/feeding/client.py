@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections import OrderedDict, deque
@@ -20,7 +21,9 @@ from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, feeder_for, with_paths
 from orchestrator.features.feeding.rows import ROW, SEEN, digest
 from orchestrator.job import Job
+from orchestrator.protocol.core_metrics import ROWS_PER_S, STORE_MB
 from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.metrics import Metric, measured
 from orchestrator.strategies.data.columns import Columns, joined
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.data.data_loader import LoaderError, ReadFailure
@@ -225,6 +228,7 @@ class FedReader:
         self._split.last_mark = lambda: self.bookmark(self.position)
         self._feeding = feeding
         self._mark: Mark | None = None
+        self._last: Share | None = None
         self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque(maxlen=64)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feeding")
         self._fetched: deque[tuple[Request, Future[tuple[Share, Sequence[Any]]]]] = deque()
@@ -252,10 +256,17 @@ class FedReader:
             self._fetched.append((request, self._pool.submit(self._split.fetch, request)))
         request, future = self._fetched.popleft()
         share, samples = _result(future, config.recovery.loader_timeout_s)
+        self._last = share
         self.position += count
         if share.mark is not None:
             self._recent.append((request, share.mark, samples))
         return samples
+
+    def metrics(self) -> Mapping[str, Metric]:
+        share = self._last
+        if share is None:
+            return {}
+        return measured({ROWS_PER_S: share.rows_per_s, STORE_MB: share.kept_mb if share.kept_mb < math.inf else None})
 
     def reaches(self, position: int) -> bool:
         return True

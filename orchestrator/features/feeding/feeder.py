@@ -92,6 +92,7 @@ class Feeder:
                 Feed(
                     functools.partial(self._source, split, count=request.count, repeats=repeats),
                     keep_bytes=0.0 if repeats else KEPT_BYTES,
+                    store_bytes=ray_data.store_bytes(),
                 ),
             )
         return feed.take(request)
@@ -171,7 +172,7 @@ class Feeder:
     def _open(self, split: str, *, again: bool = False) -> Any:
         """Return the data of a split, or new ones."""
         if split not in self._opened or again:
-            if self._has_rows or "ray.data" in sys.modules:
+            if self._has_rows and ray.is_initialized():
                 _cpus()  # without any, the tasks by which datasets look at files would wait for ever
             with ray_data.in_order():
                 dataset = opened_dataset(self._job, split, self._seed)

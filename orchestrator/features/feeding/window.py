@@ -116,12 +116,17 @@ class Window:
     Attributes:
         start, end: the positions of the first sample and after the last one.
         num_bytes: the size of all chunks that have been added.
+        kept_bytes: the size of those that are there.
     """
 
     def __init__(self, start: int):
         self.num_bytes = 0.0
         self.start = self.end = start
         self._chunks: deque[tuple[int, Chunk]] = deque()
+
+    @property
+    def kept_bytes(self) -> float:
+        return math.fsum(chunk.num_bytes for _, chunk in self._chunks)
 
     def add(self, start: int, chunk: Chunk) -> None:
         """Add the chunk that begins at position ``start``: where the last one ends, or before the first sample."""
