@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import ray
 import torch
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.conformance.reference import numbered, plain_losses, plainly
 from helpers.jobs import row_jobs
@@ -96,6 +97,29 @@ def test_rows_have_the_same_losses_under_every_strategy(run: Any, tmp_path: Path
     with torch.no_grad():
         loss = float(job.loss(trained.model.eval()(inputs), target))
     assert series(result.run_dir, "val/loss")[14] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.campaign
+def test_a_run_that_grows_reads_on_at_the_next_row(
+    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    """A CPU is always left for the data."""
+    held = placement_group([{"CPU": 1.5}], name="another user's")
+    assert held.wait(30)
+
+    def release() -> None:
+        wait_for_step(tmp_path, 8)
+        remove_placement_group(held)
+
+    releaser = threading.Thread(target=release, daemon=True)
+    releaser.start()
+    result = run(*WORDS, "strategy.num_workers=[1,2]", "cluster.cpus_per_worker=1.5", "job.kind=rows",
+                 "job.pause_ms=500", f"job.folder={folder}", "train.eval_every=0")  # fmt: skip
+    releaser.join(10)
+    assert result.exit_code == 0, result.reason
+    sizes = [len(event["workers"]) for event in events(result.run_dir, "generation_started")]
+    assert sizes == [1, 2]
+    assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
 
 
 def test_workers_that_reserve_every_cpu_are_refused_with_the_numbers(run: Any, folder: Path) -> None:

@@ -193,6 +193,8 @@ class FedSplit(Fed):
                     request = replace(request, lost=share.reading)
                 except ValueError as e:
                     raise JobError(f"job.dataset({self._split!r}): {e}") from e
+            elif ray.is_initialized() and (why := ray_data.no_cpus()) is not None:  # since a run has grown
+                self._feeding.warn(f"{self._split} data: {why}")
             if time.monotonic() > deadline:
                 raise LoaderError(
                     f"{self._split} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "

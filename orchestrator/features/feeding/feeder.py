@@ -257,14 +257,10 @@ def _cpus() -> float | None:
     Raises:
         DatasetError: the workers have reserved all of them.
     """
-    free, total = ray_data.free_cpus()
+    total = ray.cluster_resources().get("CPU", 0.0)
     cores = len(os.sched_getaffinity(0))
     if total > 4 * max(cores, os.cpu_count() or 1) * max(1, len(ray.nodes())):
         return float(max(1, cores))
-    if free < 1:
-        raise DatasetError(
-            f"job.dataset: {total - free:g} of the {total:g} CPUs of the cluster are reserved, by the workers of this "
-            "run and by others, so that the tasks of Ray Data would wait for ever; lower strategy.num_workers or "
-            "cluster.cpus_per_worker, or add nodes"
-        )
+    if (why := ray_data.no_cpus()) is not None:
+        raise DatasetError(f"job.dataset: {why}")
     return None
