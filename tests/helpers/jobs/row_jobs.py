@@ -53,6 +53,20 @@ class InOrder(IterableDataset[Any]):
             yield {name: column[i] for name, column in self.rows.items()}
 
 
+class Told(InOrder):
+    """Leaves a file in a folder for each process that reads more than the first samples."""
+
+    def __init__(self, folder: str):
+        super().__init__()
+        self.folder = Path(folder)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, row in enumerate(super().__iter__()):
+            if number == ROWS // 2:
+                (self.folder / str(os.getpid())).touch()
+            yield row
+
+
 def pixels() -> dict[str, Any]:
     """A hundred images of two pixels."""
     images = np.random.default_rng(1).integers(0, 256, size=(100, 1, 2, 3), dtype=np.uint8)
@@ -96,6 +110,8 @@ class RowJob(Job):
     def dataset(self, split: Split) -> Any:
         if self.kind == "stream":
             return InOrder() if split == "train" else InOrder(slice(0, ROWS // FILES))
+        if self.kind == "told":
+            return Told(self.mark) if split == "train" else None
         if self.kind == "windows":
             return InWindows()
         if self.kind == "pixels":
