@@ -45,12 +45,12 @@ from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_m
 from orchestrator.strategies.measure.job_metrics import EvalSums, SumCheck, train_metrics
 from orchestrator.strategies.owner import Own, Shards
 from orchestrator.strategies.parts.part import ModelPart
+from orchestrator.strategies.parts.shard_options import gathered_at_once
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.recovery import Recovery
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD
 from orchestrator.strategies.saving import gathered, own_share, saves
-from orchestrator.strategies.sharded.shard_options import gathered_at_once
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.sums.mesh_reduction import MeshReduction
 from orchestrator.strategies.sums.sums import Sums

@@ -27,7 +27,7 @@ from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.compat.torch import as_bytes, eager
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.proving import TOLERANCE
+from orchestrator.model.proofs.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
 from orchestrator.model.values_on_demand import ChangedValueError
 from orchestrator.planning.placement import Box

@@ -9,8 +9,8 @@ from orchestrator.strategies.checks.optimizer_shards import check_optimizer_shar
 from orchestrator.strategies.checks.stage_checks import check_stages
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.parts.shard_options import check_shards, part_errors
 from orchestrator.strategies.replicated.ddp_options import bucket_notes
-from orchestrator.strategies.sharded.shard_options import check_shards, part_errors
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.transforms.every import check_parts, divides_layers, outline_of_parts

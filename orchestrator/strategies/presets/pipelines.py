@@ -22,7 +22,7 @@ from orchestrator.strategies.keys import (
     PipelineConfig,
     StagedConfig,
 )
-from orchestrator.strategies.pipelined.stage_layout import at_other_size
+from orchestrator.strategies.parts.stage_layout import at_other_size
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.keys import MeshConfig
-from orchestrator.strategies.pipelined.stage_layout import at_other_size
+from orchestrator.strategies.parts.stage_layout import at_other_size
 from orchestrator.strategies.presets.synchronous import Synchronous
 from orchestrator.strategies.registry import register
 

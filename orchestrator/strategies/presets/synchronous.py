@@ -22,7 +22,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import PipelinedConfig, ReplicatedConfig, ShardedConfig, StagedConfig, TensorConfig
-from orchestrator.strategies.pipelined.stage_layout import reshard_errors, staged
+from orchestrator.strategies.parts.stage_layout import reshard_errors, staged
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.slots import slots_of
 

@@ -21,7 +21,7 @@ from orchestrator.compat.attention import causal_to_the_end
 from orchestrator.compat.generators import own_stream
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import leaves, map_leaves, tensors_in
-from orchestrator.model.tensor.peers import Peers, is_differentiated
+from orchestrator.model.peers import Peers, is_differentiated
 
 Axes = tuple[int | None, ...]
 """For each leaf of a tree, the axis along which it has a row for each token; None if it has none."""

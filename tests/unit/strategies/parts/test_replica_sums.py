@@ -15,7 +15,7 @@ from helpers.ranks.launches import recorded
 from orchestrator.compat.pipelining import computations, nodes_of
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.measure.device import WaitTimer
-from orchestrator.strategies.pipelined.timed_stage import backward_splits
+from orchestrator.strategies.parts.timed_stage import backward_splits
 from orchestrator.strategies.sums.of_stages import OfStages
 
 WAITS = WaitTimer(torch.device("cpu"))

@@ -17,8 +17,8 @@ from orchestrator.model.fake_calls import fake_calls, first_modules
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.python_state import python_state
-from orchestrator.model.sequence import LayerSequence, saved_tensors
-from orchestrator.model.tape import Call, HeldTensor, Slot, Step, Tape, TapeError, play, record, restore
+from orchestrator.model.stages.sequence import LayerSequence, saved_tensors
+from orchestrator.model.stages.tape import Call, HeldTensor, Slot, Step, Tape, TapeError, play, record, restore
 from orchestrator.model.tensor_slots import new_tensors_dropped, tensor_slots
 
 ValueKey = tuple[int, int]

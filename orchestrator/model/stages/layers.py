@@ -16,7 +16,7 @@ from orchestrator.compat.torch import CAST, TorchDispatchMode, storage_key, vers
 from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.fake_calls import fake_calls
 from orchestrator.model.precision import Precision
-from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.stages.sequence import LayerSequence
 from orchestrator.model.tensor_slots import filled, random_like
 
 MEASURED_RUNS = 3

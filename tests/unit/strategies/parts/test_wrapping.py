@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from helpers.files.golden import Golden
-from orchestrator.strategies.sharded.wrapping import groups_of, order_of_calls
+from orchestrator.strategies.parts.wrapping import groups_of, order_of_calls
 
 
 class Block(nn.Module):

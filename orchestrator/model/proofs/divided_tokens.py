@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from orchestrator.compat.modules import hooks_of
 from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
-from orchestrator.model.context_division import Division, divide_tokens
-from orchestrator.model.context_part import ContextPart, NotDivisible
+from orchestrator.model.context.division import Division, divide_tokens
+from orchestrator.model.context.tokens import ContextPart, NotDivisible
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.proven_model import ProvenModel
-from orchestrator.model.proving import TOLERANCE, counted, difference
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.proven_model import ProvenModel
+from orchestrator.model.proofs.proving import TOLERANCE, counted, difference
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.model.tensor.peers import Peers, in_lockstep
 
 SINGLE_TOLERANCE = 2e-4
 """How much a tensor may differ where a model needs float32, as grouped products do."""

@@ -16,7 +16,7 @@ from orchestrator.planning.memory import gathered_bytes, size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import ShardedConfig
-from orchestrator.strategies.sharded.wrapping import Group, bytes_by_group, groups_of, parameters_together
+from orchestrator.strategies.parts.wrapping import Group, bytes_by_group, groups_of, parameters_together
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
 
 

@@ -18,7 +18,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import first_rows, rows_between
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.precision import Precision, summable
-from orchestrator.model.stages import Stage
+from orchestrator.model.stages.own_stages import Stage
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
@@ -28,7 +28,7 @@ from orchestrator.strategies.measure.job_metrics import (
     is_scalar,
     loss_reads,
 )
-from orchestrator.strategies.pipelined.timed_stage import Clock, InputBuffer, TimedStage
+from orchestrator.strategies.parts.timed_stage import Clock, InputBuffer, TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.strategies.sums.sums import Sums

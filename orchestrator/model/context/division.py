@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from orchestrator.model.context_part import Axes, ContextPart
+from orchestrator.model.context.tokens import Axes, ContextPart
 from orchestrator.model.repeated_blocks import Block
 
 _TOKENS = "_tokens_of_rank"

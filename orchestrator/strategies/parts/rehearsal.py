@@ -36,7 +36,7 @@ from orchestrator.model.tensor_slots import random_like
 from orchestrator.strategies.constructor import Weights, Writes
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.keys import ShardedConfig
-from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, parameters_together
+from orchestrator.strategies.parts.wrapping import SeenCalls, groups_of, parameters_together
 from orchestrator.user_code.errors import JobError
 
 

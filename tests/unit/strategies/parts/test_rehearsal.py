@@ -14,8 +14,8 @@ from helpers.files.golden import Golden
 from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sharded.wrapping import SeenCalls, Wrap
+from orchestrator.strategies.parts.rehearsal import check_forward
+from orchestrator.strategies.parts.wrapping import SeenCalls, Wrap
 from orchestrator.user_code.errors import JobError
 
 

@@ -23,7 +23,7 @@ from orchestrator.compat.pipelining import (
 )
 from orchestrator.compat.torch import parameter_of
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import Stage
+from orchestrator.model.stages.own_stages import Stage
 from orchestrator.timeline import ActionKind, Span
 from orchestrator.user_code.errors import JobError
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from orchestrator.compat.modules import is_plain_sequential, own_buffers, own_children, own_parameters
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.boundary import Boundary
-from orchestrator.model.cut import Cut
-from orchestrator.model.layers import change_their_input
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
-from orchestrator.model.recorded import RecordedLayers
-from orchestrator.model.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
-from orchestrator.model.tape import Call, TapeError
+from orchestrator.model.stages.boundary import Boundary
+from orchestrator.model.stages.cut import Cut
+from orchestrator.model.stages.layers import change_their_input
+from orchestrator.model.stages.recorded import RecordedLayers
+from orchestrator.model.stages.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
+from orchestrator.model.stages.tape import Call, TapeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def build_stages(
     Args:
         build_layers: returns the layers of some indices, by index.
         sequence: the layers of the model.
-        values: the result of :func:`~orchestrator.model.layers.flow`.
+        values: the result of :func:`~orchestrator.model.stages.layers.flow`.
         cut: the division of the layers into stages.
         own: the indices of the stages to build.
         precision: what the forward pass is computed in.

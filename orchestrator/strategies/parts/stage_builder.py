@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from orchestrator.config.text import first_few
 from orchestrator.job import Job, has_steering, own_forward
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.cut import Cut
-from orchestrator.model.layers import LayerCost, changing_tensors, costs, flow
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.stages import Shared, Stage, build_stages, sequence_of, shared_tensors
-from orchestrator.model.tape import Call
+from orchestrator.model.stages.cut import Cut
+from orchestrator.model.stages.layers import LayerCost, changing_tensors, costs, flow
+from orchestrator.model.stages.own_stages import Shared, Stage, build_stages, sequence_of, shared_tensors
+from orchestrator.model.stages.sequence import LayerSequence
+from orchestrator.model.stages.tape import Call
 from orchestrator.strategies.measure.job_metrics import loss_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from orchestrator.compat.modules import hooks_of
 from orchestrator.model.batch import map_leaves, tensors_in
 from orchestrator.model.partial_init import build_fake, build_part
-from orchestrator.model.proving import built_at_random
+from orchestrator.model.proofs.proving import built_at_random
 from orchestrator.model.tensor_slots import tensor_slots
 
 MOST_PRECISE = 2**27

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from orchestrator.compat.modules import own_children
-from orchestrator.model.cut import Layer
 from orchestrator.model.partial_init import FakeModel, build_part
+from orchestrator.model.stages.cut import Layer
 from orchestrator.model.tensor_slots import tensor_slots
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.proving import TOLERANCE, counted, difference
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.proving import TOLERANCE, counted, difference
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.heads import HeadCuts, head_cuts
 from orchestrator.model.tensor.pairs import candidates, packed_outputs
-from orchestrator.model.tensor.peers import Peers, in_lockstep
 from orchestrator.model.tensor.region import (
     BlockParts,
     Packed,

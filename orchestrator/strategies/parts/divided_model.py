@@ -1,7 +1,8 @@
-"""A model of whose parameters this rank has a part, and the modules in which they are gathered."""
+"""A model of whose parameters this rank has a part, the modules that gather them, and the sums into its parts."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,8 +21,9 @@ from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shape, is_divisible
 from orchestrator.strategies.keys import ShardedConfig
 from orchestrator.strategies.measure.device import WaitTimer
+from orchestrator.strategies.parts.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.sharded.wrapping import SeenCalls, groups_of, order_of_calls
+from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.update.gradients import found_anywhere
 
 ROWS = AxisCut(over=DENSE, axis=0)
@@ -220,3 +222,29 @@ class DividedModel:
         if self._wrapped is not None:
             self._wrapped.release()
             self._wrapped = None
+
+
+class IntoShards(Sums):
+    """Sums over the ranks that have all parts together, in the backward passes, or once after all of a step."""
+
+    def __init__(self, model: DividedModel, batch: dist.ProcessGroup, *, at_end: bool):
+        """Prepare for the sums.
+
+        Args:
+            model: has the parts.
+            batch: the ranks that compute the same of the model, of other samples.
+            at_end: whether the sums are made after all backward passes.
+        """
+        self._model = model
+        self._replicas = batch
+        self._at_end = at_end
+        self.remaining = model.distinct
+
+    def around_slice(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return self._model.wrapped.around_slice(last=last)
+
+    def finish(self, waits: WaitTimer) -> None:
+        with waits.waiting():
+            if self._at_end:
+                self._model.wrapped.sum_gradients()
+            self._model.take_gradients(self._replicas)

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.stages import Stage
+from orchestrator.model.stages.own_stages import Stage
+from orchestrator.model.stages.sequence import LayerSequence
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.pipelined.chain import forward_only, forward_steps
+from orchestrator.strategies.parts.chain import forward_only, forward_steps
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 16])
