@@ -27,7 +27,15 @@ from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES, note_on_size
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import spread
-from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
+from orchestrator.strategies.data.datasets import (
+    Sampled,
+    example_batch,
+    is_stream,
+    known_length,
+    make_batch,
+    opened_dataset,
+    ragged_error,
+)
 from orchestrator.strategies.keys import StagedConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
@@ -57,7 +65,7 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
     try:
-        precision, train_set = outline.precision, job.dataset("train")
+        precision, train_set = outline.precision, opened_dataset(job, "train", config.seed)
 
         def as_called(inputs: Any) -> Any:
             for part in used_in(plan.mesh):
@@ -227,7 +235,7 @@ def _padding_error(config: Config, job: Job, split: str, output: Any, target: An
             f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
         )
     limit = config.train.limit_eval_samples(split)
-    return error if error is not None and _is_padded(job.dataset(split), plan, limit) else None
+    return error if error is not None and _is_padded(opened_dataset(job, split, 0), plan, limit) else None
 
 
 def _loss_may_read(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
@@ -246,6 +254,8 @@ def _is_padded(dataset: Any, plan: Plan, limit: int | None) -> bool:
     rows, replicas = plan.microbatch_rows, plan.mesh.data_parallel_size
     if dataset is None:
         return False
+    if isinstance(dataset, Sampled):
+        return True  # as far as is known
     if is_stream(dataset):
         length = known_length(dataset) or sum(1 for _ in itertools.islice(dataset, limit))
         return min(length, limit or length) % rows != 0

@@ -61,6 +61,8 @@ RULES = {
     "worker":         ("user_code job config protocol records compat state strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
+    "features":       ("",                                                                     ""),
+    "features.feeding": ("user_code job config protocol compat strategies.data worker worker.data", "ray"),
     "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
                        "driver.process",                                                       "ray"),
@@ -102,7 +104,12 @@ KNOWS = {
     ("tracking", "torch"): {"tracking.sinks"},
     ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
-    ("compat", "ray"): {"compat.ray.internals", "compat.ray.side_effects", "compat.ray.gcs"},
+    ("compat", "ray"): {
+        "compat.ray.datasets",
+        "compat.ray.gcs",
+        "compat.ray.internals",
+        "compat.ray.side_effects",
+    },
     ("compat", "hydra"): {"compat.hydra"},
     ("compat", "omegaconf"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},

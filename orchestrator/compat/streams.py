@@ -1,4 +1,6 @@
-"""Every use of the internals of Hugging Face ``datasets``, written against datasets 5.2.0. The package is optional."""
+"""What is known of the streams of other libraries: Hugging Face ``datasets`` (its internals, as of 5.2.0), LitData, and
+MosaicML Streaming. All are optional, and none is imported here.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +23,12 @@ def loses_samples(stream: Any) -> bool:
             return True
         sources += [source.ex_iterable] if hasattr(source, "ex_iterable") else getattr(source, "ex_iterables", ())
     return False
+
+
+def divides_by_rank(stream: Any) -> str | None:
+    """Return the library whose ``stream`` gives each rank samples of its own; None for a stream that gives all."""
+    library = type(stream).__module__.partition(".")[0]
+    if library in ("litdata", "streaming"):
+        return {"litdata": "LitData", "streaming": "MosaicML Streaming"}[library]
+    divided = library == "datasets" and getattr(getattr(stream, "_distributed", None), "world_size", 1) > 1
+    return "split_dataset_by_node" if divided else None
