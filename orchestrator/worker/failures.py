@@ -20,6 +20,7 @@ from orchestrator.state.model_state import FrozenError
 from orchestrator.state.optimizers import ScheduleError
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
+from orchestrator.strategies.data.failed_call import failed_call
 from orchestrator.strategies.measure.device import PrecisionError, TensorKind, TensorSize
 from orchestrator.user_code.breakpoints import no_terminal
 from orchestrator.user_code.errors import JobError, error_text
@@ -65,7 +66,7 @@ def describe_failure(
         error = JobError(no_terminal(f"the debugger{_at(own_error(error))}"))
     is_explained = isinstance(error, EXPLAINED)
     collateral = _is_connection_error(error) or (after_abort and _may_follow_from_abort(error))
-    own = None if is_explained or collateral else own_error(error)
+    own = None if is_explained or collateral else failed_call(error)
     comes_again = own is not None and own.comes_again and not is_out_of_memory(error) and not _is_device_error(error)
     return Failure(
         message=_encodable(_with_place(_message(error, assignment, loop), own)),
@@ -87,8 +88,8 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
 
 
 def _with_place(message: str, own: OwnError | None) -> str:
-    """Return the message with the place in the user's code, which is on its first line."""
-    if own is None:
+    """Return the message with the place in the code, which is on its first line."""
+    if own is None or not own.place:
         return message
     first, *rest = message.splitlines() or [""]
     return "\n".join([f"{first} ({own.place})", *rest])

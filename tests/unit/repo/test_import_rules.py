@@ -52,7 +52,7 @@ RULES = {
                        "strategies.data worker.control",                                       "torch"),
     "worker.reports": ("user_code job config protocol records compat state strategies "
                        "strategies.measure worker.process worker.control worker.measure",      "torch"),
-    "worker.script":  ("protocol records script_api strategies policy worker.process worker.control", ""),
+    "worker.script":  ("user_code protocol records script_api strategies policy worker.process worker.control", ""),
     "worker":         ("user_code job config protocol records compat state strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
