@@ -178,7 +178,11 @@ def _speed_columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn
     most = max((r or 0.0 for r in rates), default=0.0)
     bars = [bar(r / most, width=_BAR_WIDTH, unicode=unicode) if r and most else "" for r in rates]
     speeds = [comparison.relative_speed(run) for run in comparison.runs]
-    found = [TableColumn(heading="", name="bar", justify="left", priority=8, cells=bars)] if sum(map(bool, bars)) > 1 else []
+    found = (
+        [TableColumn(heading="", name="bar", justify="left", priority=8, cells=bars)]
+        if sum(map(bool, bars)) > 1
+        else []
+    )
     if any(speeds):
         found.append(TableColumn(heading="speed", cells=[f"{speed:.2f}x" if speed else "-" for speed in speeds]))
     efficiencies = [comparison.scaling_efficiency(run) for run in comparison.runs]
