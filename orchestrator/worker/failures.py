@@ -14,13 +14,13 @@ import torch
 from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import has_training_step
+from orchestrator.model.failed_call import failed_call
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.model_state import FrozenError
 from orchestrator.state.optimizers import ScheduleError
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
-from orchestrator.strategies.data.failed_call import failed_call
 from orchestrator.strategies.measure.device import PrecisionError, TensorKind, TensorSize
 from orchestrator.user_code.breakpoints import no_terminal
 from orchestrator.user_code.errors import JobError, error_text

@@ -17,9 +17,9 @@ from orchestrator.compat.generators import drawing
 from orchestrator.compat.loader_processes import end_loader_processes, loader_exit_codes, loader_failure
 from orchestrator.config.text import first_few
 from orchestrator.job import Split
+from orchestrator.model.failed_call import failed_call
 from orchestrator.records.lock import end_with_parent
 from orchestrator.strategies.data.datasets import unlike_sample
-from orchestrator.strategies.data.failed_call import failed_call
 from orchestrator.user_code.errors import JobError, error_text, exits_refused
 from orchestrator.user_code.own_errors import OwnError
 

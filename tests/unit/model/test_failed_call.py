@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator import Job
-from orchestrator.strategies.data.failed_call import failed_call
+from orchestrator.model.failed_call import failed_call
 
 
 class Block(nn.Module):

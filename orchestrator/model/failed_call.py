@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.modules import called_module
 from orchestrator.model.batch import tensors_in
-from orchestrator.user_code.errors import is_of_user, is_own_error, user_frames
+from orchestrator.user_code.errors import error_text, is_of_user, is_own_error, user_frames
 from orchestrator.user_code.own_errors import OwnError, causes, may_come_again, own_error
 from orchestrator.user_code.results import called_method
 
@@ -41,6 +41,12 @@ def failed_call(error: BaseException) -> OwnError | None:
         entries = next(filter(None, of_libraries), [])
         own = OwnError(place="", frames=_shown(entries), comes_again=False) if entries else None
     return own
+
+
+def error_with_place(error: BaseException, *, most: int = 300) -> str:
+    """Return the type and the first ``most`` characters of the text of an error, in one line, and its place."""
+    text, own = " ".join(error_text(error).split())[:most], failed_call(error)
+    return text if own is None or not own.place else f"{text} ({own.place})"
 
 
 def _called(error: BaseException) -> tuple[str, list[TracebackType]]:
