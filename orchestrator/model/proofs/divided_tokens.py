@@ -20,6 +20,7 @@ from orchestrator.compat.modules import hooks_of
 from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.context.division import Division, divide_tokens
 from orchestrator.model.context.tokens import ContextPart, NotDivisible
+from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.model.proofs.proven_model import ProvenModel
@@ -118,7 +119,7 @@ def prove(job: CallsModel, proven: ProvenModel, division: Division, passes: Sequ
             torch.set_rng_state(state)
             seen = _seen(job.forward, whole, inputs, each, draws)
         except Exception as e:
-            raise NotCalled(f"the model cannot be called with short samples ({type(e).__name__}: {e})") from e
+            raise NotCalled(f"the model cannot be called with short samples ({error_with_place(e)})") from e
         if each.factor == 1 or all(bool(t.isfinite().all()) for t in tensors_in(seen.output)):
             tolerance = TOLERANCE if proven.dtype is torch.float64 else SINGLE_TOLERANCE
             _Comparison(job, division, each, inputs, draws, tolerance).compare(whole, seen, ranks)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from orchestrator.compat.modules import calls_through
 from orchestrator.compat.torch import pytree
 from orchestrator.model.batch import tensors_in
+from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.user_code.callbacks import reading_steps
 
@@ -253,7 +254,7 @@ class _Recorder(TorchFunctionMode):
     def _failed(self, error: Exception) -> TapeError:
         return TapeError(
             f"{self._open[-1]}: its forward() fails with tensors that have a shape and no values, outside of the "
-            f"layers ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            f"layers ({error_with_place(error)})"
         )
 
     def read_step(self) -> None:

@@ -25,6 +25,7 @@ from orchestrator.compat.torch import (
     running_node_number,
     storage_key,
     unset_fake_temporarily,
+    without_fake_tensor_logs,
 )
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
@@ -79,6 +80,7 @@ def check_forward(
         contextlib.suppress(Exception),
         drawing(0),
         autocast_of(device_type),
+        without_fake_tensor_logs(),
     ):  # whatever the job raises, training will say it
         inputs, target = map_tensors(whole.fake_like, example_batch(job, train_set, 2))
         with whole.mode, precision.autocast():

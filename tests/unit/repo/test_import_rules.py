@@ -53,12 +53,12 @@ RULES = {
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies strategies.measure worker.process", "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
-    "worker.data":    ("user_code job config planning protocol records compat state strategies "
+    "worker.data":    ("user_code job config planning protocol records compat state model strategies "
                        "strategies.data worker.control",                                       "torch"),
     "worker.reports": ("user_code job config protocol records compat state strategies "
                        "strategies.measure worker.process worker.control worker.measure",      "torch"),
-    "worker.script":  ("protocol records script_api strategies policy worker.process worker.control", ""),
-    "worker":         ("user_code job config protocol records compat state strategies "
+    "worker.script":  ("user_code protocol records script_api strategies policy worker.process worker.control", ""),
+    "worker":         ("user_code job config protocol records compat state model strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
     "features":       ("",                                                                     ""),
