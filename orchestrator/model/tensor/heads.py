@@ -172,8 +172,12 @@ def _at_homes(
     def see(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             (first, *_), others = tensors_in((args, kwargs)), {**dict(enumerate(args[1:], 1)), **kwargs}
-            tensors = {key: value for key, value in others.items() if isinstance(value, Tensor) and value is not first}
-            places = {key: place for key, value in tensors.items() if (place := of(value, len(first))) is not None}
+            tensors = {key: value for key, value in others.items() if isinstance(value, Tensor)}
+            places = {
+                key: place
+                for key, value in tensors.items()
+                if value.shape != first.shape and (place := of(value, len(first))) is not None  # no other hidden state
+            }
             if places:
                 found[name] = places
 
