@@ -139,7 +139,10 @@ def proven(
     in_tokens = tried(replace(together, sequence=True)) if sequence else together
     return ProvenBlock(
         parts=together if isinstance(in_tokens, str) else in_tokens,
-        whole={str(pair): reason for pair, reason in reasons.items()}
+        whole={
+            str(pair): f"with a part of the features, it {reason}" if reason.startswith("raises") else reason
+            for pair, reason in reasons.items()
+        }
         | {
             name: "its weight is computed, as by weight_norm" for name, m in block.named_modules() if is_parametrized(m)
         },
