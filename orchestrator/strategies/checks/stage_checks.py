@@ -28,7 +28,7 @@ from orchestrator.planning.schedules import SCHEDULES, note_on_size
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
-from orchestrator.strategies.keys import StagedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.pipelined.stage_builder import recorded_call
@@ -52,7 +52,7 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
         Notes for the user, printed with the plan.
     """
     job = outline.job
-    strategy, layout = StagedConfig.of(config.strategy), plan.pipeline
+    strategy, layout = MeshConfig.of(config.strategy), plan.pipeline
     assert layout is not None
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
