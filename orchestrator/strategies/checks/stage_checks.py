@@ -36,7 +36,7 @@ from orchestrator.strategies.data.datasets import (
     opened_dataset,
     ragged_error,
 )
-from orchestrator.strategies.keys import StagedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
 from orchestrator.strategies.parts.stage_builder import recorded_call
@@ -60,7 +60,7 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
         Notes for the user, printed with the plan.
     """
     job = outline.job
-    strategy, layout = StagedConfig.of(config.strategy), plan.pipeline
+    strategy, layout = MeshConfig.of(config.strategy), plan.pipeline
     assert layout is not None
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split

@@ -19,7 +19,7 @@ from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Index, Placement, Shape, is_divisible
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.parts.wrapping import SeenCalls, groups_of, order_of_calls
 from orchestrator.strategies.rank_context import Context
@@ -69,12 +69,12 @@ class DividedModel:
                 return ()
             return ROWS.box(tuple(shape), index=index, count=count).slices_in(Box.whole(shape))
 
-        self._options = ShardedConfig.of(context.options)
+        self._options = MeshConfig.of(context.options)
         self.model, own = build_divided(
             build,
             part,
             seed=context.seed,
-            device=torch.device("cpu") if self._options.offloads else context.device,
+            device=torch.device("cpu") if self._options.cpu_offload else context.device,
             wanted=wanted,
             draws_as=index if context.train.init == "fast" else None,
         )
@@ -164,7 +164,7 @@ class DividedModel:
             self._device,
             keep_whole=not self._options.reshard_after_forward,
             all_at_once=self.calls.gathers_all,
-            offload=self._options.offloads,
+            offload=self._options.cpu_offload,
             undivided=self.scalars,
             dtypes=dtypes if self._autocast_dtype is not None else None,
             gathering=self.gathers.waiting,

@@ -24,7 +24,7 @@ from orchestrator.model.stages.own_stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.placement import Placement
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.owner import Own
 from orchestrator.strategies.parts.divided_model import DividedModel, IntoShards
 from orchestrator.strategies.parts.rehearsal import check_forward
@@ -53,7 +53,7 @@ class GatheredStages(Stages):
         self._shared = built.shared
         self._divided = DividedStages(divided[0], built.stages)
         self._sequence, self._train_set = sequence, train_set
-        self._options = ShardedConfig.of(context.options)
+        self._options = MeshConfig.of(context.options)
 
     def module(self) -> nn.Module:
         return self._divided.module()

@@ -26,7 +26,7 @@ from orchestrator.protocol.metrics import MetricSpec, wait_metric
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
 from orchestrator.strategies.owner import Own
@@ -121,7 +121,7 @@ class Gathered(ModelPart):
         divided = DividedModel(build, context, self.precision, placed=parts.placement)
         self.passes = ShardedModel(self.job_of_part, context, self.precision, divided)
         self._train_set: Dataset[Any] | None = train_set  # until the optimizer is made
-        self._options = ShardedConfig.of(context.options)
+        self._options = MeshConfig.of(context.options)
 
     def module(self) -> nn.Module:
         return self.passes.module()

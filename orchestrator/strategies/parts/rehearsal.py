@@ -36,7 +36,7 @@ from orchestrator.model.precision import Casts, Precision
 from orchestrator.model.tensor_slots import random_like
 from orchestrator.strategies.constructor import Weights, Writes
 from orchestrator.strategies.data.datasets import example_batch
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.parts.wrapping import SeenCalls, groups_of, parameters_together
 from orchestrator.user_code.errors import JobError
 
@@ -47,7 +47,7 @@ def check_forward(
     train_set: Dataset[Any],
     *,
     precision: Precision,
-    options: ShardedConfig,
+    options: MeshConfig,
     layers: nn.Module | None = None,
     begin: Callable[[Any], Any] = lambda inputs: inputs,
 ) -> SeenCalls:
@@ -152,7 +152,7 @@ class _Uses(Writes):
         calls: the names of the modules that are called in each other, as in :class:`SeenCalls`.
     """
 
-    def __init__(self, model: nn.Module, options: ShardedConfig, root: nn.Module | None, casts: Casts) -> None:
+    def __init__(self, model: nn.Module, options: MeshConfig, root: nn.Module | None, casts: Casts) -> None:
         super().__init__()
         self._casts = casts
         groups = groups_of(model, options.wrap, root)

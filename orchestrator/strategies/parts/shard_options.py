@@ -15,12 +15,12 @@ from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import gathered_bytes, size_text
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.parts.wrapping import Group, bytes_by_group, groups_of, parameters_together
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
 
 
-def gathered_at_once(options: ShardedConfig, model: nn.Module, *, share: float) -> float:
+def gathered_at_once(options: MeshConfig, model: nn.Module, *, share: float) -> float:
     """Return the bytes that a worker has gathered at the same time.
 
     Args:
@@ -45,8 +45,8 @@ def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]
     Returns:
         Notes for the user, printed with the plan.
     """
-    options, before = ShardedConfig.of(config.strategy), len(errors)
-    if options.offloads and plan.device == "cpu":
+    options, before = MeshConfig.of(config.strategy), len(errors)
+    if options.cpu_offload and plan.device == "cpu":
         errors.append(
             "strategy.cpu_offload=true: workers compute on CPUs, so their shards are in host memory anyway; set it to "
             "false"

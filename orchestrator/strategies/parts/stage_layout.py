@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Literal, TypeVar
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh, share_sizes
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.keys import PipelinedConfig, StagedConfig
-
-P = TypeVar("P", bound=PipelinedConfig)
+from orchestrator.strategies.keys import MeshConfig
 
 
-def at_other_size(options: P, mesh: Mesh, pipeline: PipelineLayout, *, replicas: int) -> P | None:
+def at_other_size(options: MeshConfig, mesh: Mesh, pipeline: PipelineLayout, *, replicas: int) -> MeshConfig | None:
     """Return ``options`` for so many replicas of the pipelines of ``mesh``; None if they could not share the batch.
 
     Fewer replicas get more micro-batches of the same size: activations between stages keep their shape.
@@ -35,7 +32,7 @@ def reshard_errors(schedule: str) -> list[str]:
     ]
 
 
-def staged(options: StagedConfig, train: TrainConfig, mesh: Mesh, errors: list[str], *, valid_mesh: bool) -> Layout:
+def staged(options: MeshConfig, train: TrainConfig, mesh: Mesh, errors: list[str], *, valid_mesh: bool) -> Layout:
     """Return the layout of a model that is cut into stages.
 
     Args:
@@ -56,16 +53,12 @@ def staged(options: StagedConfig, train: TrainConfig, mesh: Mesh, errors: list[s
 
 
 def _pipeline(
-    strategy: StagedConfig, train: TrainConfig, mesh: Mesh, errors: list[str], *, valid_mesh: bool
+    strategy: MeshConfig, train: TrainConfig, mesh: Mesh, errors: list[str], *, valid_mesh: bool
 ) -> PipelineLayout | None:
     """Return stages and micro-batches; None if they are impossible, with the reasons appended to ``errors``."""
     p, before = mesh.pipeline, len(errors)
-    requested: int | Literal["auto"] = 1
-    schedule, per_rank = SCHEDULES["GPipe"], 1
-    if isinstance(strategy, PipelinedConfig):
-        requested, schedule = strategy.num_microbatches, SCHEDULES[strategy.schedule]
-        per_rank = _stages_per_rank(strategy, schedule, errors)
-    num_stages = p * per_rank
+    requested, schedule = strategy.num_microbatches, SCHEDULES[strategy.schedule]
+    num_stages = p * _stages_per_rank(strategy, schedule, errors)
     if requested != "auto" and (error := schedule.microbatches_error(requested, num_stages, p)):
         errors.append(f"strategy.num_microbatches={requested}: {error}")
 
@@ -95,7 +88,7 @@ def _pipeline(
     )
 
 
-def _stages_per_rank(strategy: PipelinedConfig, schedule: Schedule, errors: list[str]) -> int:
+def _stages_per_rank(strategy: MeshConfig, schedule: Schedule, errors: list[str]) -> int:
     requested, needed = strategy.stages_per_rank, schedule.stages_per_rank
     if requested == "auto":
         return needed
@@ -108,7 +101,7 @@ def _stages_per_rank(strategy: PipelinedConfig, schedule: Schedule, errors: list
 
 
 def _uneven_batch_error(
-    strategy: StagedConfig, train: TrainConfig, mesh: Mesh, microbatches_for: Callable[[int], int | None]
+    strategy: MeshConfig, train: TrainConfig, mesh: Mesh, microbatches_for: Callable[[int], int | None]
 ) -> str:
     """Return the error for a batch that cannot be cut evenly, with the nearest batch sizes that can be."""
     batch = train.global_batch_size
@@ -118,10 +111,10 @@ def _uneven_batch_error(
     if train.grad_accumulation > 1:
         pieces.append(f"{train.grad_accumulation} slices")
         keys.append("train.grad_accumulation")
-    if isinstance(strategy, PipelinedConfig) and strategy.num_microbatches == "auto":
+    if strategy.num_microbatches == "auto":
         pieces.append(f"micro-batches for {strategy.schedule}")
         keys.append("strategy.schedule")
-    elif isinstance(strategy, PipelinedConfig):
+    elif strategy.opens("num_microbatches"):
         pieces.append(f"{strategy.num_microbatches} micro-batches")
         keys.append("strategy.num_microbatches")
     below = next((n for n in range(batch - 1, 0, -1) if microbatches_for(n)), None)

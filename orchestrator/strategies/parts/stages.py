@@ -37,7 +37,7 @@ from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
-from orchestrator.strategies.keys import StagedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.owner import Own, Shards
 from orchestrator.strategies.parts.chain import Chain
 from orchestrator.strategies.parts.part import ModelPart
@@ -66,7 +66,7 @@ class Stages(ModelPart):
         self.stages: Sequence[Stage] = ()
         self._shared: Sequence[Shared] = ()
         self._costs: Sequence[float] | None = None
-        self._split = StagedConfig.of(context.options).split
+        self._split = MeshConfig.of(context.options).split
         self._host: dist.ProcessGroup | None = None
 
     def reassign(self, context: Context) -> None:
