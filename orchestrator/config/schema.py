@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from orchestrator.config.build import option
 from orchestrator.config.eval_splits import TRAIN, check_metric, check_splits, metric_prefix
@@ -222,7 +222,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """The keys that every strategy has. Each strategy adds its own in a subclass, in its own module.
+    """The keys that every strategy has. Strategies add their own in :mod:`orchestrator.strategies.keys`.
 
     Raises:
         ValueError: ``num_workers`` is a range that the strategy does not support, or not a valid range.
@@ -235,14 +235,16 @@ class StrategyConfig:
         minimum=1,
     )
 
-    elastic: ClassVar[bool] = False
-    """Whether ``num_workers`` may be a range."""
-
     @classmethod
     def of(cls, options: StrategyConfig) -> Self:
         """Return ``options``, which are known to have the keys of this class."""
         assert isinstance(options, cls)
         return options
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ``num_workers`` may be a range."""
+        return False
 
     @property
     def gathers(self) -> bool:

@@ -19,6 +19,7 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
+from orchestrator.strategies.data.batch_parts import NOT_COMPARED
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.anomalies import detecting_anomalies
@@ -62,6 +63,7 @@ class Loop:
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
+        self._unsaid: list[str] = []  # what would only say again why the first step fails
         strategy.warn = self._warner.warn_from_any_rank
         self._has_state = False
         interruption = Interruption(
@@ -213,7 +215,10 @@ class Loop:
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
-            self._warner.warn(text, topic=text)
+            if NOT_COMPARED in text:
+                self._unsaid.append(text)
+            else:
+                self._warner.warn(text, topic=text)
         sources = self.assignment.sources
         if sources is not None and sources[self.rank] != self.rank and self.position.step == 0:
             self._has_state = False  # initial values are replaced in place, as others arrive
@@ -250,8 +255,7 @@ class Loop:
         )
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # training has no second model
-        for text in compared.notes:
-            self._warner.warn(text, topic=text)
+        self._unsaid += compared.notes
         if compared.model is not None:
             remembered().add(compared.model)
 
@@ -303,6 +307,8 @@ class Loop:
                     if compile_s:
                         startup["compile_s"] = compile_s
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
+                    for text in self._unsaid:
+                        self._warner.warn(text, topic=text)
                     if self.config.strategy.gathers:
                         keep_if_plentiful(self.assignment.plan.world_size)
                 if steps.is_logged(step):

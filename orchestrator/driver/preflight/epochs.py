@@ -16,6 +16,7 @@ from orchestrator.driver.preflight.child_process import ChildDiedError, beside_r
 from orchestrator.job import Job
 from orchestrator.strategies.data.datasets import FEEDING, NeedsFeederError, opened_dataset, steps_per_epoch
 from orchestrator.user_code.errors import error_text
+from orchestrator.user_code.own_errors import own_error_in
 
 COUNT_S = 600.0
 """How long rows are counted whose number no file tells."""
@@ -78,9 +79,10 @@ def _steps_per_epoch(config: Config, job: Job, name: tuple[str, str], value: Epo
     except ConfigError:
         raise
     except Exception as e:
-        reason = " ".join(error_text(e).split())[:300]
-        unknown = f"job.dataset('train') cannot be opened here ({reason}), so the length of an epoch is not known"
-        raise ConfigError([f"{key}: {unknown}; give a number of steps"]) from e
+        own = own_error_in("\n".join(getattr(e, "__notes__", ())))
+        reason = " ".join(error_text(e).split())[:300] + ("" if own is None else f" ({own.place})")
+        unknown = f"job.dataset('train') cannot be opened here: {reason}; so the length of an epoch is not known"
+        raise ConfigError([f"{key}: {unknown}; mend that, or give a number of steps if only workers have it"]) from e
     if found is None:
         raise ConfigError([f"{key}: the training set is a stream of unknown length; give a number of steps"])
     return found

@@ -14,8 +14,8 @@ from orchestrator.compat.attention import FusedAttention
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.layers import Kept, kept_tensors
 from orchestrator.model.repeated_blocks import Block, blocks_of
+from orchestrator.model.stages.layers import Kept, kept_tensors
 from orchestrator.planning.memory import (
     Division,
     HostMemory,

@@ -17,7 +17,7 @@ from orchestrator.compat.ray.refused import is_refused
 from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job, Split
-from orchestrator.model.batch import split_batch, tensors_in
+from orchestrator.model.batch import leaves, split_batch, tensors_in
 from orchestrator.strategies.data.columns import Columns
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.results import kind_of
@@ -247,7 +247,7 @@ def make_batch(collate: Callable[[list[Any]], Any] | None, items: Any) -> Any:
         try:
             return items.batch() if isinstance(items, Columns) else default_collate(items)
         except (TypeError, KeyError, RuntimeError) as e:
-            if isinstance(e, RuntimeError) and "equal size" not in str(e):
+            if isinstance(e, RuntimeError) and "equal size" not in str(e) and unlike_sample(items) is None:
                 raise  # such as shared memory that is full
             remedy = "let Job.dataset return tensors or numbers, the same for each sample, or write Job.collate"
             raise JobError(f"torch cannot make a batch of these samples ({error_text(e)}); {remedy}") from e
@@ -256,6 +256,24 @@ def make_batch(collate: Callable[[list[Any]], Any] | None, items: Any) -> Any:
         kind = kind_of(batch)
         raise JobError(f"the function of job.collate returns {kind}; return a pair (input, target) or a dict")
     return batch
+
+
+def unlike_sample(items: Any) -> tuple[int, str, str] | None:
+    """Return the position of the first sample that differs from the one at 0 in kind, what it is, and what that is.
+
+    None if all are alike.
+    """
+    if not isinstance(items, list) or not items:
+        return None
+    first, *others = (", ".join(map(_kind, leaves(item))) for item in items)
+    return next(((i, other, first) for i, other in enumerate(others, 1) if other != first), None)
+
+
+def _kind(leaf: Any) -> str:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        return type(leaf).__name__
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def example_batch(job: Job, train_set: Any, rows: int) -> tuple[Any, Any]:
