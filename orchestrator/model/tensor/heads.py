@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.modules import own_buffers
 from orchestrator.model.batch import map_leaves, tensors_in
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.peers import Peers
 from orchestrator.planning.placement import AxisCut
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.divided_layers import ProvenBlock, proven
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.heads import HeadCuts, Heads
 from orchestrator.model.tensor.pairs import candidates
-from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import Pair, divide
 
 WIDTH, HEADS, TOKENS = 16, 4, 5
