@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from orchestrator.config.files import preset_values
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import to_cli
@@ -19,7 +21,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import MeshConfig
@@ -135,9 +137,22 @@ class Product(Rules[MeshConfig]):
         return MeshTrainer
 
     @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        if plan.pipeline is None or not SCHEDULES[plan.pipeline.schedule].splits_backward:
+            return None
+        name = plan.pipeline.schedule
+        return f"{name} computes backward passes in halves, and compiled code cannot; use strategy.schedule=1F1B"
+
+    @classmethod
+    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
+        from orchestrator.strategies.sharded.shard_options import gathered_at_once
+
+        return gathered_at_once(config, mesh, model) if slots_of(config.strategy, mesh).gathers else 0.0
+
+    @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
-        if trainer.runs_training_step or config.strategy.name == "single":
+        if trainer.traits.runs_training_step or config.strategy.name == "single":
             return trainer.check_job(config, outline, plan, errors)
         from orchestrator.strategies.checks.mesh_checks import check_mesh
 

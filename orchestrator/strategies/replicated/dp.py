@@ -27,6 +27,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
+from orchestrator.strategies.base import Traits
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, ragged_error
@@ -244,6 +245,10 @@ class DPRules(Rules[DPConfig]):
             notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
         )
 
+    @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        return "it copies the model in every step, and compiled code belongs to the original; use strategy=ddp"
+
 
 class DP(Trainer):
     """The process."""
@@ -252,7 +257,7 @@ class DP(Trainer):
     passes: Scattered
     _replicas: Replicas | None = None
     _steps = 0
-    counts_flops = False  # the replicas run in threads of their own
+    traits = Traits(counts_flops=False)  # the replicas run in threads of their own
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -267,10 +272,6 @@ class DP(Trainer):
                     "torch.nn.utils.parametrize, or strategy=ddp"
                 )
         return super().check_job(config, outline, plan, errors)
-
-    @classmethod
-    def why_not_compiled(cls, plan: Plan) -> str | None:
-        return "it copies the model in every step, and compiled code belongs to the original; use strategy=ddp"
 
     def attach(self) -> None:
         super().attach()

@@ -46,6 +46,7 @@ from orchestrator.strategies.asynchronous.parameter_server.server_connection imp
 from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.asynchronous.staleness import statistics_notes
+from orchestrator.strategies.base import Traits
 from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
 from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
@@ -64,7 +65,7 @@ class ParameterWorker(Trainer, Reduction):
     """
 
     passes: WholeModel
-    moves_parameters = True
+    traits = Traits(moves_parameters=True)
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
@@ -197,7 +198,9 @@ class ParameterWorker(Trainer, Reduction):
         self.pull()
         return super().own_model
 
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
         self.pull()
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
@@ -208,7 +211,7 @@ class ParameterWorker(Trainer, Reduction):
             state.optimizer.update(join_optimizer_state([theirs.optimizer for theirs in states[1:]], shapes, into=into))
         return state
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
         self.pull()
         meta = super().restore(state, source=source)
         self.trained.optimizer.state.clear()
