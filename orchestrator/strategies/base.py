@@ -11,15 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.mesh import even_shares
-from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.device import TensorSize
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
@@ -74,6 +71,7 @@ class Traits:
         evaluates_padding: whether :meth:`Strategy.evaluate` is called for batches without valid samples too, because
             all ranks compute together.
         counts_flops: whether the thread that calls :meth:`Strategy.train_step` sees all its operations.
+        nonfinite_advice: what to change after a NaN or infinite loss, if the strategy itself may cause it.
     """
 
     runs_training_step: bool = False
@@ -83,6 +81,7 @@ class Traits:
     moves_parameters: bool = False
     evaluates_padding: bool = False
     counts_flops: bool = True
+    nonfinite_advice: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -132,21 +131,6 @@ class Strategy(abc.ABC):
     def flop_share(self) -> float:
         """Return how much the operations that run now count: what several ranks compute alike counts once."""
         return 1
-
-    # On the driver, before anything starts
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Check that the job's model can be trained by ``plan``, without allocating memory for its tensors.
-
-        Args:
-            outline: the job and its model.
-            errors: receives a line for each reason why the job cannot be trained.
-
-        Returns:
-            Notes for the user, printed with the plan.
-        """
-        return ()
 
     # Set-up on each rank
 
@@ -247,11 +231,6 @@ class Strategy(abc.ABC):
     def tensor_sizes(self) -> Iterable[TensorSize]:
         """Return the sizes of the tensors of the training state on this rank; empty if unknown."""
         return ()
-
-    @property
-    def nonfinite_advice(self) -> str | None:
-        """What to change after a NaN or infinite loss, if the strategy itself may cause it; None otherwise."""
-        return None
 
     # Evaluation and checkpoints
 

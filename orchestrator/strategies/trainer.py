@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
-from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.precision import Precision
-from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.model_state import own_tensors
@@ -38,9 +36,7 @@ from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.compared_trainer import ComparedTrainer
-from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
-from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
@@ -52,8 +48,6 @@ from orchestrator.strategies.measure.job_metrics import (
 from orchestrator.strategies.passes import Passes
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
-from orchestrator.strategies.replicated.ddp_options import option_errors
-from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.strategies.update.job_optimizer import Closure, evaluation_weights, optimizer_of
@@ -76,15 +70,6 @@ class Trainer(ComparedTrainer):
     trained: Trained
     reduction: Reduction = Reduction()
     _warnings: tuple[str, ...] = ()
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options, synchronized = config.strategy, False
-        if isinstance(options, MeshConfig) and options.opens("bucket_mb"):
-            errors += option_errors(options, config.train, outline.job, plan)
-            synchronized = options.sync_batchnorm
-        errors += diverging_errors(outline.model, plan)
-        return check_batchnorm(outline.model, plan, synchronized=synchronized, errors=errors)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)

@@ -405,5 +405,5 @@ class Loop:
         try:
             yield
         except NonFiniteError as e:
-            e.advice = self.strategy.nonfinite_advice or e.advice
+            e.advice = self.strategy.traits.nonfinite_advice or e.advice
             raise

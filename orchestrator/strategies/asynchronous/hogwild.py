@@ -77,19 +77,19 @@ class HogwildRules(Rules[StrategyConfig]):
     def trainer(cls, options: StrategyConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
         return Hogwild
 
-
-class Hogwild(Trainer):
-    """One worker."""
-
-    passes: WholeModel
-    traits = Traits(moves_parameters=True)
-
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         if (model := outline.model) is None:
             return ()
         errors += _optimizer_errors(config, outline.job, model)
         return statistics_notes(model)
+
+
+class Hogwild(Trainer):
+    """One worker."""
+
+    passes: WholeModel
+    traits = Traits(moves_parameters=True)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)

@@ -152,11 +152,10 @@ class Product(Rules[MeshConfig]):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
-        if trainer.traits.runs_training_step or config.strategy.name == "single":
-            return trainer.check_job(config, outline, plan, errors)
-        from orchestrator.strategies.checks.mesh_checks import check_mesh
+        from orchestrator.strategies.checks.mesh_checks import check_mesh, check_whole
 
-        return check_mesh(config, outline, plan, errors)
+        is_whole = trainer.traits.runs_training_step or config.strategy.name == "single"
+        return (check_whole if is_whole else check_mesh)(config, outline, plan, errors)
 
     @classmethod
     def moves_parameters(cls, options: MeshConfig, mesh: Mesh, job: Job) -> bool:

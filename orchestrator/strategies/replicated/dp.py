@@ -246,6 +246,22 @@ class DPRules(Rules[DPConfig]):
         )
 
     @classmethod
+    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+        job, rows = outline.job, plan.global_batch_size // plan.grad_accumulation
+        ragged = ragged_error(example_batch(job, job.dataset("train"), rows), rows, strategy=plan.strategy)
+        if plan.devices_per_worker > 1:
+            errors += [ragged] if ragged is not None else []
+            if changed := changed_weights(outline):
+                errors.append(
+                    f"job.model: forward() changes {first_few(changed, 2)}, and strategy=dp calls it once for each "
+                    "device, so that the change would be made several times, or be lost; use "
+                    "torch.nn.utils.parametrize, or strategy=ddp"
+                )
+        from orchestrator.strategies.checks.mesh_checks import check_whole  # which no rank needs
+
+        return check_whole(config, outline, plan, errors)
+
+    @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
         return "it copies the model in every step, and compiled code belongs to the original; use strategy=ddp"
 
@@ -258,20 +274,6 @@ class DP(Trainer):
     _replicas: Replicas | None = None
     _steps = 0
     traits = Traits(counts_flops=False)  # the replicas run in threads of their own
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        job, rows = outline.job, plan.global_batch_size // plan.grad_accumulation
-        ragged = ragged_error(example_batch(job, job.dataset("train"), rows), rows, strategy=plan.strategy)
-        if plan.devices_per_worker > 1:
-            errors += [ragged] if ragged is not None else []
-            if changed := changed_weights(outline):
-                errors.append(
-                    f"job.model: forward() changes {first_few(changed, 2)}, and strategy=dp calls it once for each "
-                    "device, so that the change would be made several times, or be lost; use "
-                    "torch.nn.utils.parametrize, or strategy=ddp"
-                )
-        return super().check_job(config, outline, plan, errors)
 
     def attach(self) -> None:
         super().attach()

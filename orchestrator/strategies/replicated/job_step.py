@@ -45,7 +45,10 @@ from orchestrator.user_code.errors import JobError
 class JobStep(Trainer):
     """The whole model, with equal state on every rank, trained by ``Job.training_step``."""
 
-    traits = Traits(runs_training_step=True)
+    traits = Traits(
+        runs_training_step=True,
+        nonfinite_advice="lower the learning rates, or clip with train.clip_norm=1.0",  # without on_nonfinite=skip
+    )
     passes: WholeModel
 
     def __init__(self, context: Context, job: Job):
@@ -124,10 +127,6 @@ class JobStep(Trainer):
 
     def comm_ms(self) -> float | None:
         return self._waits.total_ms() if self._has_peers else None
-
-    @property
-    def nonfinite_advice(self) -> str | None:
-        return "lower the learning rates, or clip with train.clip_norm=1.0"  # without on_nonfinite=skip
 
     def _end_step(self) -> None:
         self.trained.in_step = self._updating = False
