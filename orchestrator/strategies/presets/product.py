@@ -287,13 +287,13 @@ def _too_few(options: MeshConfig, num_workers: int, mesh: Mesh, *, divides: bool
         return f"strategy={name} needs at least 2, one per stage; use strategy=single for one"
     if options.pipeline == "auto" and mesh.pipeline < 2:
         return f"{options.group_keys} leaves one stage; {more}, or use strategy=fsdp"
+    if options.shard == "auto" and num_workers < 2 and not options.opens("pipeline"):
+        return f"strategy={name} divides the model over at least 2 workers; use strategy=single for one"
     if options.shard != "auto" or mesh.num_shards > 1:
         return None
     if options.opens("pipeline"):
         alone = f"leaves one worker for each stage, which has nothing to divide; {more}, or use strategy=pipeline"
         return alone if divides else None
-    if num_workers < 2:
-        return f"strategy={name} divides the model over at least 2 workers; use strategy=single for one"
     return f"{options.group_keys} leaves nothing to divide over; {more}, or use strategy=ddp"
 
 
