@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,6 +95,14 @@ def calls_through(call: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def called_module(frame: FrameType) -> tuple[nn.Module, tuple[Any, Mapping[str, Any]]] | None:
+    """Return the module that a frame calls, and the arguments of the call; None if the frame calls none."""
+    if frame.f_code is not nn.Module._call_impl.__code__:
+        return None
+    known = frame.f_locals
+    return known["self"], (known["args"], known["kwargs"])
 
 
 # DistributedDataParallel

@@ -91,8 +91,7 @@ def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
     for word in words:
         given = None if is_option(word) else _KEY.match(word)
         key = word if given is None else given[1]
-        before = last.pop(key, word)
-        if before != word:
+        if last.pop(key, None) is not None and given is not None:
             say(f"{key}: given more than once; the last value counts")
         last[key] = word
     return list(last.values())

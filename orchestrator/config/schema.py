@@ -176,6 +176,17 @@ class DataConfig:
         "the cores per GPU, but at most 8",
         minimum=0,
     )
+    read: Literal["rank", "node", "run"] = option(
+        "who reads a stream: each rank all of it, or one process for all ranks of a node, or of the run, which get "
+        "their shares from it; a ray.data.Dataset is read once for the run, or for each node"
+    )
+    shuffle_window: int = option(
+        "number of consecutive rows of a ray.data.Dataset whose order is drawn anew in each epoch; 0: its own order",
+        minimum=0,
+    )
+    batches_ahead: int = option(
+        "global batches that are read ahead where one process reads for several ranks", minimum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,23 @@
-"""The metrics that a user has chosen, by ``checkpoint.best`` and ``display.metrics``, and their best evaluations."""
+"""The metrics that a user has chosen, by ``checkpoint.best`` and ``display.metrics``, and their best evaluations.
+
+Without ``display.metrics``, the metrics of the user's own are chosen as long as they are few.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from orchestrator.config.eval_splits import metric_prefix
+from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.display.plain_text import format_value, number
+from orchestrator.protocol.core_metrics import CORE_METRICS, VAL_LOSS
 from orchestrator.protocol.metrics import MetricRegistry
 
 _SMALL_IS_GOOD = ("loss", "perplexity", "error")
+_FEW = 3
+_OURS = {spec.name for spec in CORE_METRICS}
 
 
 class ChosenMetrics:
@@ -26,8 +32,9 @@ class ChosenMetrics:
         splits: the value of ``train.eval_splits``.
     """
 
-    def __init__(self, named: Sequence[str] = (), *, best: str | None = None, splits: Sequence[str] = ()):
-        self.names = list(dict.fromkeys((*([] if best is None else [best]), *named)))
+    def __init__(self, named: Sequence[str] = (), *, best: str | None = None, splits: Sequence[str] = (VAL,)):
+        self._chosen = tuple(dict.fromkeys((*([] if best is None else [best]), *named)))
+        self._own: dict[str, None] = {}
         self.best: tuple[int, float] | None = None
         self._best_name = best
         self._named = named
@@ -47,14 +54,34 @@ class ChosenMetrics:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
+    @property
+    def names(self) -> list[str]:
+        """The chosen metrics, and those that the evaluations of the user have, if they are few."""
+        own = [name for name in self._own if name not in self._chosen]
+        return [*self._chosen, *(own if len(own) <= _FEW and not self._named else [])]
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation by ``checkpoint.best``, or of the lowest validation loss; None before one."""
+        if self._best_name is not None:
+            return None if self.best is None else self.best[0]
+        found = self._extremes.get(VAL_LOSS.name)
+        return found[-1][0] if found else None
+
+    def is_evaluation(self, metrics: Iterable[str]) -> bool:
+        """Return whether a point with these metrics is of an evaluation."""
+        return any(name.startswith(self._prefixes) for name in metrics)
+
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take note of what was logged at ``step``."""
         if self._evaluated_at is not None and step > self._evaluated_at:  # a script may log one metric after another
             self._find_missing(name for name in self._named if name.startswith(self._prefixes))
-        if self._evaluated_at is None and any(name.startswith(self._prefixes) for name in metrics):
+        if self._evaluated_at is None and self.is_evaluation(metrics):
             self._evaluated_at = step
         self._known.update(dict.fromkeys(metrics))
-        for name in self.names:
+        evaluated = (name for name in metrics if name.startswith(self._prefixes) and name not in _OURS)
+        self._own.update(dict.fromkeys(name for name in evaluated if "loss" not in name))
+        for name in {*self.names, VAL_LOSS.name}:
             if (value := metrics.get(name)) is None:
                 continue
             self._latest[name] = value

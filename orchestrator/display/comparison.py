@@ -131,7 +131,7 @@ def run_of(record: Mapping[str, Any], *, name: str, location: str, curve: Callab
         params=params,
         machine=_machine(record),
         started=float(started) if isinstance(started, (int, float)) else None,
-        settings=str((record.get("sweep") or {}).get("settings") or ""),
+        settings=str((record.get("sweep") or record).get("settings") or ""),
         metrics=_metrics(record.get("metrics")),
         curve=curve,
     )

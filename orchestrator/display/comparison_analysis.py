@@ -59,13 +59,18 @@ class Comparison:
         found = {run.work: run for run in reversed(measured)}
         return found | {run.work: run for run in reversed(measured) if run.strategy == "single"}
 
+    @cached_property
+    def num_measured(self) -> Counter[str]:
+        """By work, the number of runs with a throughput."""
+        return Counter(run.work for run in self.runs if run.value(RATE))
+
     def name(self, run: ComparedRun) -> str:
         """Return the label of ``run``."""
         return self.names[run.location]
 
     def relative_speed(self, run: ComparedRun) -> float | None:
-        """Return the throughput of ``run`` relative to its baseline; None if either is unknown."""
-        base = self.baselines.get(run.work)
+        """Return the throughput of ``run`` relative to its baseline; None if no two runs of this work have one."""
+        base = self.baselines.get(run.work) if self.num_measured[run.work] > 1 else None
         speed, base_speed = run.value(RATE), base and base.value(RATE)
         return speed / base_speed if speed and base_speed else None
 
@@ -139,7 +144,7 @@ def _distinctions(runs: Sequence[ComparedRun]) -> list[str]:
     """The settings in which each of these runs differs from the others, and its time of day if they do not tell it."""
     found = settings(runs)
     for told in (found, [run.settings for run in runs]):
-        if len(set(told)) == len(told):
+        if len(set(told)) == len(told) and all(told):
             return told
     return [", ".join(filter(None, [own, _time_of_day(run)])) for own, run in zip(found, runs, strict=True)]
 
@@ -340,5 +345,4 @@ def _rate_per_worker(run: ComparedRun) -> float | None:
 
 def shared_baselines(comparison: Comparison) -> list[str]:
     """Return the labels of the runs that the speeds of others are relative to."""
-    numbers = Counter(run.work for run in comparison.runs)
-    return [comparison.name(comparison.baselines[w]) for w in numbers if numbers[w] > 1 and w in comparison.baselines]
+    return [comparison.name(comparison.baselines[work]) for work, n in comparison.num_measured.items() if n > 1]

@@ -178,10 +178,13 @@ def _speed_columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn
     most = max((r or 0.0 for r in rates), default=0.0)
     bars = [bar(r / most, width=_BAR_WIDTH, unicode=unicode) if r and most else "" for r in rates]
     speeds = [comparison.relative_speed(run) for run in comparison.runs]
-    found = [
-        TableColumn(heading="", name="bar", justify="left", priority=8, cells=bars),
-        TableColumn(heading="speed", cells=[f"{speed:.2f}x" if speed else "-" for speed in speeds]),
-    ]
+    found = (
+        [TableColumn(heading="", name="bar", justify="left", priority=8, cells=bars)]
+        if sum(map(bool, bars)) > 1
+        else []
+    )
+    if any(speeds):
+        found.append(TableColumn(heading="speed", cells=[f"{speed:.2f}x" if speed else "-" for speed in speeds]))
     efficiencies = [comparison.scaling_efficiency(run) for run in comparison.runs]
     if any(e is not None for e in efficiencies):
         cells = ["-" if e is None else f"{e:.0%}" for e in efficiencies]

@@ -30,6 +30,10 @@ from orchestrator.protocol.core_metrics import LOSS
 
 _REFRESH_PER_S = 4
 _LINE_INTERVAL_S = 1.0
+_BURST = 20
+"""So many evaluations have a line at once; of more, one each second, and the best one."""
+_MOST_MISSED = 100
+"""So many of the others are kept until it is known which one is the best."""
 _SILENCE_S = 10.0
 """After so long without a line, one says how far an evaluation is."""
 _VERDICT_STYLES = {"FINISHED": "bold green", "PRUNED": "bold", "KILLED": "bold yellow"}
@@ -63,7 +67,10 @@ def make_console(
 
 
 class PlainConsole:
-    """Prints one line per event; metrics at most once a second, but always the first and the last ones."""
+    """Prints one line per event; metrics at most once a second, but always the first and the last ones.
+
+    Evaluations have lines of their own, also between these. The best one is never left out.
+    """
 
     def __init__(self, view: RunView, console: Console, clock: Callable[[], float]):
         self._view = view
@@ -74,6 +81,10 @@ class PlainConsole:
         self._unshown: dict[str, float] = {}
         self._unshown_step = 0
         self._shown_at: dict[str, float] = {}
+        self._evaluations_left = float(_BURST)
+        self._counted_at = clock()
+        self._missed: dict[int, dict[str, float]] = {}
+        self._missed_best: tuple[int, dict[str, float]] | None = None
         self._verdict: list[Line] = []
         self._printed_after_verdict = False
         self._printed_at = clock()
@@ -119,11 +130,18 @@ class PlainConsole:
                 return []  # an event of its own has reported them
             case events.MetricsLogged():
                 if event.step != self._unshown_step:
+                    if self._view.chosen.is_evaluation(self._unshown):
+                        self._missed[self._unshown_step] = self._unshown
+                        self._missed = dict(list(self._missed.items())[-_MOST_MISSED:])
                     self._unshown = {}  # a line has the metrics of one step only
                 self._unshown_step = event.step
                 self._unshown.update(event.metrics)
-                due = self._is_due("metrics" if LOSS.name in event.metrics else "evaluation")
+                self._keep_best()
+                due = self._is_due("metrics") if LOSS.name in event.metrics else self._may_show_evaluation()
                 return self._last_metrics() if due else []
+            case events.BestFound():
+                self._keep_best()
+                return []
             case events.CheckpointSaved():
                 return [*self._last_metrics(), *describe_event(event)] if self._is_due("checkpoint") else []
             case events.WorkerFailed() | events.StopRequested():
@@ -142,12 +160,29 @@ class PlainConsole:
             self._shown_at[what] = now
         return due
 
+    def _may_show_evaluation(self) -> bool:
+        now = self._clock()
+        self._evaluations_left = min(_BURST, self._evaluations_left + (now - self._counted_at) / _LINE_INTERVAL_S)
+        self._counted_at = now
+        may = self._evaluations_left >= 1
+        self._evaluations_left -= may
+        return may
+
+    def _keep_best(self) -> None:
+        """Keep an evaluation that had no line, if it is the best one by now; the next line comes after it."""
+        step = self._view.chosen.best_step
+        if step is not None and (missed := self._missed.pop(step, None)) is not None:
+            self._missed_best = step, missed
+
     def _last_metrics(self) -> list[Line]:
-        if not self._unshown:
-            return []
-        metrics, self._unshown = self._unshown, {}
+        missed, self._missed_best = self._missed_best, None
+        points = [*filter(None, [missed]), *([(self._unshown_step, self._unshown)] if self._unshown else [])]
+        self._unshown = {}
         view = self._view
-        return [(status_line(self._unshown_step, view.steps, metrics, view.eta_s(), view.metrics, view.chosen), "")]
+        return [
+            (status_line(step, view.steps, metrics, view.eta_s(), view.metrics, view.chosen), "")
+            for step, metrics in points
+        ]
 
     def _ending(self, event: events.RunEnded) -> list[Line]:
         view = self._view

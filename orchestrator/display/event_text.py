@@ -122,6 +122,9 @@ def _worker_failed(event: events.WorkerFailed) -> list[Line]:
     shown, tail = event.traceback, clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
     if event.own_frames:
         shown, tail = textwrap.dedent(event.own_frames), []
+    elif shown:  # a log ends with the traceback, or with the end of it
+        in_log = {line.strip() for line in clean(shown).splitlines()}
+        tail = tail[: next((i for i, line in enumerate(tail) if line.strip() and line.strip() in in_log), len(tail))]
     lines += [(f"  {line}", "") for line in clean(shown).strip().splitlines()]
     if event.own_frames:
         lines.append((f"the whole traceback is in its log: {event.log}", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.eval_splits import VAL, metric_prefix
@@ -20,6 +21,8 @@ from orchestrator.records.run_search import progress_of, search_options
 _PYTHON_CALL = "orchestrator.run("
 """The beginning of the command of a run that a program has started."""
 _WIDTH_OF_NAMES = 12
+_SCRIPT = "script"
+"""The strategy that runs a script of the user."""
 
 
 def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: float, verb: Callable[..., str]) -> str:
@@ -38,20 +41,23 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     events = [event for event, _ in read_lines(run_dir.events_file)]
     end = _end(record, summary, events)
     checkpoint = next((event for event in reversed(events) if event.get("event") == "checkpoint_saved"), None)
+    runs_script = record.get("strategy") == _SCRIPT
+    has_saved = checkpoint is not None or (runs_script and _has_files(run_dir.script_checkpoints))
     sections: dict[str, Iterable[str]] = {
         "run": [str(record.get("name", run_dir.path.name))],
+        "script": _script(record),
         "state": [_state(record, state, now, end.took_s), *([end.reason] if end.reason else [])],
-        "plan": _plan(record),
+        "plan": _plan(record, runs_script=runs_script),
         "command": [str(command)] if (command := record.get("command")) else [],
-        "result": _result(end),
-        "speed": _speed(end),
-        "healing": _healing(events, summary),
+        "result": _result(end, told_steps=not runs_script),
+        "speed": _speed(end, began="the script began" if runs_script else "first step"),
+        "healing": _healing(events, summary, besides=end.reason),
         "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint)],
         "best": _best(record.get("best"), events),
         "files": [run_dir.location, *_files(run_dir)],
         "MLflow": _tracking(run_dir, record),
         "next": _next_commands(
-            run_dir, record, verb, resumable=checkpoint is not None and state not in ("finished", *ACTIVE_STATES)
+            run_dir, record, verb, resumable=has_saved and state not in ("finished", *ACTIVE_STATES)
         ),
     }
     lines = []
@@ -81,7 +87,18 @@ def _state(record: Mapping[str, Any], state: str, now: float, took_s: float | No
     return f"{state} after {duration(took_s)}, {duration(max(0.0, now - float(ended or now)), whole=True)} ago"
 
 
-def _plan(record: Mapping[str, Any]) -> Iterator[str]:
+def _script(record: Mapping[str, Any]) -> Iterator[str]:
+    """The script of the user, with its arguments."""
+    params = record.get("params")
+    if isinstance(params, Mapping) and record.get("strategy") == _SCRIPT and (script := params.get("job.script")):
+        yield f"{script} {params.get('job.args') or ''}".rstrip()
+
+
+def _has_files(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _plan(record: Mapping[str, Any], *, runs_script: bool) -> Iterator[str]:
     plan = record.get("plan")
     if not isinstance(plan, Mapping):
         return
@@ -90,7 +107,8 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
     for key, verb in (("evaluated", "evaluates"), ("started_from", "continues from")):
         if isinstance(source := record.get(key), Mapping):
             yield f"{verb} the checkpoint of step {source.get('step')} of {source.get('run')}"
-    yield request + (f", {count(steps, 'step')} of {count(samples, 'sample')}" if steps else "")
+    if not runs_script:
+        yield request + (f", {count(steps, 'step')} of {count(samples, 'sample')}" if steps else "")
     yield f"{count(int(plan.get('world_size', 1)), 'worker')} on {plan.get('device')}"
     if isinstance(pipeline := plan.get("pipeline"), Mapping):
         pieces = count(int(pipeline.get("num_microbatches", 1)), "micro-batch", "es")
@@ -99,13 +117,14 @@ def _plan(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _result(end: RunEnd) -> Iterator[str]:
+def _result(end: RunEnd, *, told_steps: bool) -> Iterator[str]:
+    """The steps and the last values; ``told_steps``: whether 0 steps mean that there were none."""
     values = [f"{key.replace('_', ' ')} {number(value)}" for key, value in end.results.items()]
-    if texts := [*([] if end.steps is None else [count(end.steps, "step")]), *values]:
+    if texts := [*([count(end.steps, "step")] if end.steps or (told_steps and end.steps == 0) else []), *values]:
         yield ", ".join(texts)
 
 
-def _speed(end: RunEnd) -> Iterator[str]:
+def _speed(end: RunEnd, *, began: str) -> Iterator[str]:
     if end.samples_per_s is not None:
         yield f"{rate(end.samples_per_s)} samples/s" + (
             "" if end.step_ms is None else f", {end.step_ms:.1f} ms per step"
@@ -113,17 +132,19 @@ def _speed(end: RunEnd) -> Iterator[str]:
     if end.warning:
         yield end.warning
     if end.startup_s is not None:
-        yield f"first step after {duration(end.startup_s)}"
+        yield f"{began} after {duration(end.startup_s)}"
     if end.advice:
         yield end.advice
 
 
-def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
-    """The failures of the run and the recoveries."""
+def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *, besides: str) -> Iterator[str]:
+    """The failures of the run and the recoveries, without the failure ``besides`` that has ended it."""
     for event in events:
         match event.get("event"):
             case "worker_lost" | "worker_failed":
                 reason = first_line(str(event.get("reason")))
+                if event.get("event") == "worker_failed" and reason in besides:
+                    continue
                 yield f"{event.get('display_name')} failed at step {event.get('step')}: {reason}"
             case "recovered":
                 seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost") or 0)

@@ -227,7 +227,8 @@ class RunEnding:
             commands.append(self.origin.verb("sync", self.run_dir.location))
         if self.in_sweep:
             return tuple(commands)
-        commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
+        if is_over or result.summary.get("steps"):
+            commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
         return (*commands, *commands_for_page(self.tracking, self.origin))
 
 

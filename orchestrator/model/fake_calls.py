@@ -16,6 +16,7 @@ from orchestrator.compat.modules import calls_through
 from orchestrator.compat.torch import FakeTensor, unset_fake_temporarily, without_fake_tensor_logs
 from orchestrator.config.text import did_you_mean
 from orchestrator.model.batch import map_tensors, tensors_in
+from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.tensor_slots import filled, new_tensors_dropped, random_like
 
@@ -119,7 +120,7 @@ def first_modules(
             owner = type(whole.model).__name__ if call is None else "the job"
             raise ValueError(
                 f"{owner}: its forward() fails with random values in place of a batch "
-                f"({type(e).__name__}: {' '.join(str(e).split())[:200]}), so it cannot be cut into stages"
+                f"({error_with_place(e)}), so it cannot be cut into stages"
             ) from e
     num_calls = Counter(calls)
     once = [name for name in calls if num_calls[name] == 1]

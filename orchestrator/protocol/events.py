@@ -235,7 +235,7 @@ class WorkerFailure(Event):
     Attributes:
         display_name: the rank's name for users.
         log: the path of its log file.
-        own_frames: the part of the traceback that is of the user's files; empty if none is.
+        own_frames: the part of the traceback that is of the user's files, or else of a library; empty if it has none.
     """
 
     rank: int

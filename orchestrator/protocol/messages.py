@@ -309,7 +309,7 @@ class Failure:
         collateral: the failure is a broken connection, most likely caused by the failure of another rank; the worker
             itself can continue.
         final: a retry would fail in the same way.
-        own_frames: the part of the traceback that is of the user's files; empty if none is.
+        own_frames: the part of the traceback that is of the user's files, or else of a library; empty if it has none.
     """
 
     message: str

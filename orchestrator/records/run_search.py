@@ -110,7 +110,8 @@ class RunSearch:
 
         Args:
             text: ``<date>/<time>-<name>`` or ``<time>-<name>``; otherwise, if no directory is called so, the name of
-                runs, or the id of the submitted job that has started them.
+                runs, also with their settings as in MLflow, or the settings alone, such as ``lr=0.1``; or the id of the
+                submitted job that has started them.
             trained: whether names pass over runs that leave no model.
 
         Raises:
@@ -118,8 +119,9 @@ class RunSearch:
         """
         newest_first = sorted(((n, o) for o in self.outputs for n in o.names()), key=lambda n: n[0], reverse=True)
         exact = [(name, output) for name, output in newest_first if text in (name, name.partition("/")[2])]
-        name = in_job_id(_ID_SUFFIX.sub("", text))
-        for directory, output in exact or [n for n in newest_first if f"-{name}" in in_job_id(n[0])]:
+        first, _, _ = text.partition(" ")
+        parts = [""] if "=" in first else [f"-{in_job_id(_ID_SUFFIX.sub('', word))}" for word in (text, first)]
+        for directory, output in exact or [n for n in newest_first if any(part in in_job_id(n[0]) for part in parts)]:
             if (run := output.find(directory)) is not None and (exact or _is_called(run, text, trained=trained)):
                 yield run
 
@@ -129,7 +131,8 @@ def _is_called(run_dir: RunDir, text: str, *, trained: bool) -> bool:
         record = run_dir.read_record()
     except (OSError, ValueError):  # an unreadable run is left alone
         return False
-    called = (record.get("name"), record.get("tags", {}).get(SUBMISSION_TAG))
+    name, settings = record.get("name"), (record.get("sweep") or record).get("settings")
+    called = [name, record.get("tags", {}).get(SUBMISSION_TAG)] + ([settings, f"{name} {settings}"] if settings else [])
     return text in called and (not trained or leaves_model(record))
 
 

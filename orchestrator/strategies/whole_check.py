@@ -27,13 +27,14 @@ from orchestrator.compat.generators import kept_generators, seed_generators
 from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.compat.torch import as_bytes, eager
 from orchestrator.model.batch import tensors_in
-from orchestrator.model.proving import TOLERANCE
+from orchestrator.model.failed_call import error_with_place
+from orchestrator.model.proofs.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
 from orchestrator.model.values_on_demand import ChangedValueError
 from orchestrator.planning.placement import Box
 from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json
 from orchestrator.strategies.base import Compared
-from orchestrator.strategies.data.batch_parts import OTHERWISE, spread
+from orchestrator.strategies.data.batch_parts import NOT_COMPARED, OTHERWISE, spread
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.findings import (
     FACTOR,
@@ -202,7 +203,7 @@ class _Comparison:
         except Exception as e:  # if training cannot do it either, it says so
             if is_broken_connection(e) or self._exchange.interrupted:
                 raise
-            return f"on one worker, it fails ({' '.join(error_text(e).split())[:300]})"
+            return f"on one worker, it fails ({error_with_place(e)})"
         if not all(math.isfinite(passed.figures.get(name, 0.0)) for name in (LOSS, NORM)):
             return "its loss or its gradient is not finite"
         return _Reference(undivided=undivided, passed=passed)
@@ -233,7 +234,7 @@ class _Comparison:
             if is_broken_connection(e) or is_own_error(e):
                 raise
             traceback.print_exc()  # into the log of the rank
-            reason = " ".join(error_text(e).split())[:300]
+            reason = error_with_place(e)
             raise JobError(
                 f"{trainer.divided_by}: the model fails as the workers compute it ({reason}), and not on one worker. "
                 f"{trainer.remedy}"
@@ -312,7 +313,8 @@ class _Comparison:
             return [apart_from(reference.passed, passed, one) for one in apart]
 
         drawn = changes(seed=self._seed + 1)
-        unit = max(torch.finfo(dtype).eps for dtype in self._trainer.compared_dtypes) / 2
+        dtypes = [*self._trainer.compared_dtypes, *reference.passed.dtypes]
+        unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
         rounded = [changes(seed=self._seed, rounding=unit * (1 + number)) for number in range(ROUNDINGS)]
         least = FACTOR * unit if unit > TOLERANCE else 0.0  # sums in 16 bits round, whatever the weights are
         limits = [
@@ -322,7 +324,7 @@ class _Comparison:
         return [one for one, limit in zip(apart, limits, strict=True) if not one.by <= limit], max(drawn) > RANDOM
 
     def _note(self, reason: str) -> tuple[str, ...]:
-        text = f"{self._trainer.divided_by}: what the workers compute was not compared with the whole model: {reason}"
+        text = f"{self._trainer.divided_by}: what the workers compute {NOT_COMPARED} the whole model: {reason}"
         return (text,) if self._rank == 0 else ()
 
     def _gathered(self, value: Any) -> list[Any]:

@@ -24,7 +24,8 @@ _TEXTS_OF_TORCH = re.compile(
     "|[Gg]iven groups|does not require grad|through the graph a second time|modified by an inplace operation"
     "|can only be created for scalar|[Dd]imension out of range|index out of|out of bounds|not implemented for"
     "|view size is not compatible|can't be cast|cannot reshape|[Dd]imension|expanded size|out=|inconsistent tensor size"
-    "|[Bb]oolean value of Tensor|a leaf Variable that requires grad"
+    r"|[Bb]oolean value of Tensor|a leaf Variable that requires grad|target tensor expected|should contain \d+ elements"
+    r"|[Ee]xpected \d+D|batch_size|does(?: not|n't) match"
 )
 """What torch says of tensors that do not fit, in a ``RuntimeError``, which may have any other cause too."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in .*\n(?:    .*\n?)?', re.MULTILINE)
@@ -60,7 +61,7 @@ def own_error(error: BaseException) -> OwnError | None:
         return OwnError(
             place=_place(code.co_filename, entries[-1].tb_lineno, entries[-1].tb_frame.f_globals),
             frames="".join(line for entry in entries for line in traceback.format_tb(entry, limit=1)),
-            comes_again=bool(raised) and not any(map(_may_pass, chain)),
+            comes_again=bool(raised) and may_come_again(error),
         )
     return None
 
@@ -73,6 +74,11 @@ def own_error_in(text: str) -> OwnError | None:
     last = frames[-1][1]
     place = _place(last["file"], int(last["line"]))
     return OwnError(place=place, frames="".join(frame for frame, _ in frames), comes_again=True)
+
+
+def may_come_again(error: BaseException) -> bool:
+    """Return whether nothing outside of the code is a likely cause of the error."""
+    return not any(map(_may_pass, causes(error)))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

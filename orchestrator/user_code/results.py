@@ -11,6 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 from orchestrator.user_code.callbacks import Steering
@@ -54,6 +55,13 @@ def _checking(name: str, function: Any) -> Callable[..., Any]:
     return method
 
 
+def called_method(frame: FrameType) -> str | None:
+    """Return the method of a job that a frame calls, such as ``Net.loss``; None if the frame calls none."""
+    if frame.f_code.co_filename != __file__ or frame.f_code.co_qualname != "_checking.<locals>.method":
+        return None
+    return f"{type(frame.f_locals['self']).__name__}.{frame.f_locals['name']}"
+
+
 def kind_of(value: Any) -> str:
     """Return what a value is, in words: ``None``, ``3``, ``the class Net``, ``a tensor of shape (2,)``, ``a tuple``."""
     from torch import Tensor
@@ -68,7 +76,7 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _needed_argument(function: Any) -> str | None:
+def needed_argument(function: Any) -> str | None:
     """Return the name of an argument that has to be given to ``function``; None if it needs none."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -91,7 +99,7 @@ def optimizer_problem(result: Any) -> str | None:
 
 def needs_closure(optimizer: Any) -> bool:
     """Return whether the optimizer itself asks for the loss and the gradients, as ``LBFGS`` does."""
-    return _needed_argument(optimizer.step) == _CLOSURE
+    return needed_argument(optimizer.step) == _CLOSURE
 
 
 def _scheduler_problem(result: Any) -> str | None:
@@ -112,7 +120,7 @@ def _stepping_problem(
 ) -> str | None:
     if isinstance(result, type) or not all(hasattr(result, name) for name in attributes):
         return f"returns {kind_of(result)}; return {wanted}"
-    if (argument := _needed_argument(result.step)) not in (None, given):
+    if (argument := needed_argument(result.step)) not in (None, given):
         return (
             f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
             f"use {remedy}"

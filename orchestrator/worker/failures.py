@@ -14,6 +14,7 @@ import torch
 from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import has_training_step
+from orchestrator.model.failed_call import failed_call
 from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.model_state import FrozenError
@@ -66,7 +67,7 @@ def describe_failure(
         error = JobError(no_terminal(f"the debugger{_at(own_error(error))}"))
     is_explained = isinstance(error, EXPLAINED)
     collateral = _is_connection_error(error) or (after_abort and _may_follow_from_abort(error))
-    own = None if is_explained or collateral else own_error(error)
+    own = None if is_explained or collateral else failed_call(error)
     comes_again = own is not None and own.comes_again and not is_out_of_memory(error) and not _is_device_error(error)
     return Failure(
         message=_encodable(_with_place(_message(error, assignment, loop), own)),
@@ -88,8 +89,8 @@ def last_step(error: BaseException, failure: Failure, loop: Loop | None) -> int:
 
 
 def _with_place(message: str, own: OwnError | None) -> str:
-    """Return the message with the place in the user's code, which is on its first line."""
-    if own is None:
+    """Return the message with the place in the code, which is on its first line."""
+    if own is None or not own.place:
         return message
     first, *rest = message.splitlines() or [""]
     return "\n".join([f"{first} ({own.place})", *rest])

@@ -19,7 +19,7 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.data.datasets import is_stream, opened_dataset
+from orchestrator.strategies.data.batch_parts import NOT_COMPARED
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.anomalies import detecting_anomalies
@@ -63,6 +63,7 @@ class Loop:
         self._run_dir = RunDir(Path(assignment.run_dir), assignment.remote)
         self._data: JobData | None = None
         self._warner = Warner(outbox)
+        self._unsaid: list[str] = []  # what would only say again why the first step fails
         strategy.hooks.warn = self._warner.warn_from_any_rank
         self._has_state = False
         interruption = Interruption(
@@ -206,10 +207,7 @@ class Loop:
                 warner=self._warner,
             )
             startup["dataset_s"] = -began + (began := time.perf_counter())
-            sample_source: Any = self._data.datasets.train
-            if is_stream(sample_source):
-                sample_source = opened_dataset(self.job, "train", self.config.seed)  # a stream may count its iterators
-            self.strategy.setup(sample_source)
+            self.strategy.setup(self._data.sample_source())
         checkpoint = loaded_checkpoint(self.assignment, self.strategy, on_progress=self.outbox.progress)
         wait_for_others()
         self.strategy.attach()
@@ -217,7 +215,10 @@ class Loop:
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
         for text in self.strategy.setup_warnings():
-            self._warner.warn(text, topic=text)
+            if NOT_COMPARED in text:
+                self._unsaid.append(text)
+            else:
+                self._warner.warn(text, topic=text)
         sources = self.assignment.sources
         if sources is not None and sources[self.rank] != self.rank and self.position.step == 0:
             self._has_state = False  # initial values are replaced in place, as others arrive
@@ -234,9 +235,7 @@ class Loop:
         checks = self.config.train.check != "never" and not self._only_evaluates
         if checks and self.assignment.generation == 1 and sources is None:
             compared_at = time.perf_counter()
-            self._compare(
-                opened_dataset(self.job, "train", self.config.seed) if is_stream(sample_source) else sample_source
-            )
+            self._compare(self._data.sample_source())
             startup["compare_s"] = time.perf_counter() - compared_at
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
         if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):
@@ -256,8 +255,7 @@ class Loop:
         )
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # training has no second model
-        for text in compared.notes:
-            self._warner.warn(text, topic=text)
+        self._unsaid += compared.notes
         if compared.model is not None:
             remembered().add(compared.model)
 
@@ -309,6 +307,8 @@ class Loop:
                     if compile_s:
                         startup["compile_s"] = compile_s
                     self.outbox.put_event(FirstStepDone(generation=self.assignment.generation, startup=startup))
+                    for text in self._unsaid:
+                        self._warner.warn(text, topic=text)
                     if self.config.strategy.gathers:
                         keep_if_plentiful(self.assignment.plan.world_size)
                 if steps.is_logged(step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from orchestrator.config.build import ConfigError, collect_errors
@@ -15,6 +16,8 @@ from orchestrator.strategies import registry
 
 _SCRIPT = "orchestrator.strategies.external.job.Script"
 _NO_RUN = (None, "never", "auto")
+_CHOOSES_JOB = re.compile(r"\+*(job|experiment)\b|-")
+"""The beginning of a word that chooses a job, or files that may do so."""
 
 
 def refuse_early(runs: Sequence[Sequence[str]], redactor: Redactor, *, starts_here: bool) -> None:
@@ -37,7 +40,7 @@ def refuse_early(runs: Sequence[Sequence[str]], redactor: Redactor, *, starts_he
         if job is not None and not brings_code:
             own += _job_errors(job, redactor)
         if config is not None and starts_here and words is runs[0]:
-            own += _missing_here(config, brings_code=brings_code)
+            own += _missing_here(config, words, brings_code=brings_code)
         errors += placed(words, own)
     if errors:
         raise ConfigError(map(redactor.text, dict.fromkeys(errors)))
@@ -53,10 +56,10 @@ def _job_errors(spec: JobSpec, redactor: Redactor) -> list[str]:
     return errors
 
 
-def _missing_here(config: Config, *, brings_code: bool) -> Iterator[str]:
+def _missing_here(config: Config, words: Sequence[str], *, brings_code: bool) -> Iterator[str]:
     """Yield what is wrong with the places of the results, and the runs that are not there; no store is asked."""
     # Imported here because a wrong key needs none of it, and is answered in half the time.
-    from orchestrator.driver.preflight.named_runs import named_run
+    from orchestrator.driver.preflight.named_runs import named_run, other_job
     from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors
     from orchestrator.driver.process.origin import left_run
     from orchestrator.records.run_dir import split_checkpoint
@@ -71,5 +74,7 @@ def _missing_here(config: Config, *, brings_code: bool) -> Iterator[str]:
         if text not in _NO_RUN and not is_url(text) and left_run() is None:
             errors: list[str] = []
             with collect_errors(errors):
-                named_run(config, split_checkpoint(text)[0], key=key, warnings=[])
+                run_dir = named_run(config, split_checkpoint(text)[0], key=key, warnings=[])
+                if not any(map(_CHOOSES_JOB.match, words)):
+                    errors += filter(None, [other_job(config, run_dir, key=key, words=words)])
             yield from errors

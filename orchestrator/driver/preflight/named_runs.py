@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import ConfigError
+from orchestrator.config.overrides import values
+from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.schema import Config
-from orchestrator.config.text import did_you_mean
+from orchestrator.config.text import did_you_mean, path_override
 from orchestrator.driver.preflight.run_config import output_dir
 from orchestrator.records.output_dir import OutputDir, name_of, split_run
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import NEWEST, RunSearch, leaves_model
 from orchestrator.storage.remote import is_url
+
+_NEWEST = "last is the newest run that has trained"
+_BEST = "the best checkpoint of the newest run is last/checkpoints/best"
+_UNFINISHED = "auto is the newest unfinished run of this name"
+_MEANT = {
+    "resume": {
+        **dict.fromkeys(("true", "yes", "on", "1", "always", "must", "allow"), f"{_UNFINISHED}, and {_NEWEST}"),
+        **dict.fromkeys(("false", "no", "off", "0", "none"), "never begins a new run"),
+        "best": "a run continues from its newest checkpoint; start_from=last/checkpoints/best begins a new one",
+    },
+    "start_from": {**dict.fromkeys(("auto", "true"), _NEWEST), "best": _BEST},
+    "evaluate": {**dict.fromkeys(("auto", "true"), _NEWEST), "best": _BEST},
+}
+"""What to say of words that other launchers take, if no run is named so."""
+_CALL = "orchestrator.run("
+"""The beginning of the command of a run that a program has started."""
 
 
 def named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> RunDir:
@@ -39,10 +58,44 @@ def named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> Ru
         if text != name_of(found):
             warnings.append(f"{key}={text} is {found.location}")
         return found
+    meant = {**dict.fromkeys(("latest", "newest", "recent"), _NEWEST), **_MEANT[key]}
+    if text.lower() in meant:
+        raise ConfigError([f"{key}={text}: no run is named so; {meant[text.lower()]}"])
     looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))
     names = output.names()
     known = did_you_mean(text, names[:8]) if names else f"there are no runs below {output} (output_dir)"
     raise ConfigError([f"{key}={text}: no run directory there; {known} (looked for {looked})"])
+
+
+def other_job(config: Config, run_dir: RunDir, *, key: str, words: Sequence[str] = ()) -> str | None:
+    """Return an error if the run that ``key`` names has trained another job than ``config`` has; None otherwise.
+
+    Args:
+        words: what the user has typed, if it is known, so that the error has the whole command.
+    """
+    try:
+        recorded, record = recorded_job(run_dir.config_file), run_dir.read_record()
+    except (OSError, ValueError):
+        return None
+    if config.job is None or recorded.target == config.job.target:
+        return None
+    command = str(record.get("command") or "")
+    before = [] if command.startswith(_CALL) else shlex.split(command)
+    if key == "evaluate":
+        remedy = f"`orchestrator evaluate {shlex.quote(run_dir.location)}` evaluates it with its own job"
+    elif key == "start_from" or not before:
+        named = next((word for word in before if word.startswith("job=")), f"job={recorded.target}")
+        remedy = f"add {named}, and the fields that it was given"
+    else:
+        kept = _without(before, {"resume", *values(words)} - {"job"})
+        added = [word for word in words if word.partition("=")[0] not in ("resume", "job")]
+        remedy = f"to resume it: {shlex.join([*kept, *added, path_override('resume', run_dir.location)])}"
+    jobs = f"{run_dir.location} has trained {recorded.target}, not {config.job.target}"
+    return f"{key}={getattr(config, key)}: {jobs}; {remedy}"
+
+
+def _without(words: Sequence[str], keys: Collection[str]) -> list[str]:
+    return [word for word in words if word.partition("=")[0].lstrip("+") not in keys]
 
 
 def _newest_run(config: Config, *, key: str, warnings: list[str]) -> RunDir:

@@ -15,7 +15,7 @@ from orchestrator.config.recorded_config import why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.driver.preflight.child_checks import continuation_errors
-from orchestrator.driver.preflight.named_runs import named_run, readable
+from orchestrator.driver.preflight.named_runs import named_run, other_job, readable
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config
 from orchestrator.driver.process.origin import left_run
 from orchestrator.job import Job
@@ -110,9 +110,9 @@ def find_resume(
         raise ConfigError([f"resume={config.resume}: {why}; resume=never starts a new run"])
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
-    meta, key = manifest["meta"], f"resume={config.resume}"
+    meta = manifest["meta"]
     found = [] if job is None else continuation_errors(config, job, checkpoint, meta, is_own=True)
-    errors = [f"{key}: {error}" for error in found]
+    errors = _continued(config, run_dir, "resume", found)
     # A driver that died after the last step has left a run that only lacks its end.
     is_finished = run_dir.read_record().get("state") == "finished"
     if step > config.train.steps or (step == config.train.steps and is_finished):
@@ -150,7 +150,7 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     manifest = read_manifest(checkpoint)
     step, train = int(manifest["step"]), config.train
     found = [] if job is None else continuation_errors(config, job, checkpoint, manifest["meta"], is_own=False)
-    errors = [f"{key}: {error}" for error in found]
+    errors = _continued(config, run_dir, name, found)
     if config.evaluate is not None:
         train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
     elif step >= train.steps:
@@ -162,6 +162,13 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
         before = run_dir.read_record().get("params", {}) if train.precision == "auto" else _settings(run_dir)
         warnings.extend(_changes(job, before, params_of(recorded_config(config, job, redactor))))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
+
+
+def _continued(config: Config, run_dir: RunDir, name: str, found: Sequence[str]) -> list[str]:
+    """Return the errors of a checkpoint that the key ``name`` names; a single one if it is of another job."""
+    if found and (error := other_job(config, run_dir, key=name)) is not None:
+        raise ConfigError([error])
+    return [f"{name}={getattr(config, name)}: {error}" for error in found]
 
 
 @contextlib.contextmanager

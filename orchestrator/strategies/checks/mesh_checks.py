@@ -12,9 +12,9 @@ from orchestrator.strategies.checks.stage_checks import check_stages
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.owner import cut_evenly
+from orchestrator.strategies.parts.shard_options import check_shards, part_errors
 from orchestrator.strategies.replicated.ddp_options import bucket_notes, option_errors
 from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
-from orchestrator.strategies.sharded.shard_options import check_shards, part_errors
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.transforms.every import check_parts, divides_layers, outline_of_parts
 from orchestrator.strategies.update.job_optimizer import sparse_parameters

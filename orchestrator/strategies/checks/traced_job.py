@@ -11,6 +11,7 @@ from orchestrator.compat.pipelining import computations
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
+from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.precision import Precision, gathered_dtypes
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.layout import Layout
@@ -53,7 +54,7 @@ class TracedJob:
         try:
             self._traced = traced(outline, fused_attention=on_gpus)
         except Exception as e:  # whatever the job raises with fake tensors
-            reason = f"the model cannot be traced with tensors that have no values: {type(e).__name__}: {e}"
+            reason = f"the model cannot be traced with tensors that have no values: {error_with_place(e)}"
             raise ConfigError([f"{reason}; let Job.forward and Job.loss read none, as .item() does"]) from e
         model = outline.model
         assert model is not None

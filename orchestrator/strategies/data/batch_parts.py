@@ -72,6 +72,8 @@ class BatchPart:
     weight: float | Tensor
 
 
+NOT_COMPARED = "was not compared with"
+"""What the warnings about comparisons say that could not be made."""
 LossOfParts = Callable[[Sequence[Any], Sequence[BatchPart]], Tensor]
 """Returns the mean loss of a batch, given the outputs for its parts and the parts."""
 
@@ -182,7 +184,7 @@ def by_keys(strategy: str, **numbers: int) -> str:
 def not_compared(division: BatchDivision, reason: str) -> str:
     """Return the warning about a comparison that could not be made."""
     return (
-        f"{division.by}: the loss of a batch was not compared with those of its halves ({reason}); a loss that sums or "
+        f"{division.by}: the loss of a batch {NOT_COMPARED} those of its halves ({reason}); a loss that sums or "
         "compares samples would differ from that of strategy=single"
     )
 

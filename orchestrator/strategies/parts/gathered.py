@@ -19,7 +19,7 @@ from orchestrator.job import Job
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.placement import Placement
 from orchestrator.protocol.metrics import MetricSpec, wait_metric
@@ -30,11 +30,10 @@ from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
 from orchestrator.strategies.owner import Own
+from orchestrator.strategies.parts.divided_model import DividedModel, IntoShards
 from orchestrator.strategies.parts.part import ModelPart
+from orchestrator.strategies.parts.rehearsal import check_forward
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sums.into_shards import IntoShards
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place

@@ -25,7 +25,7 @@ from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import MeshConfig
-from orchestrator.strategies.pipelined.stage_layout import at_other_size, reshard_errors, staged
+from orchestrator.strategies.parts.stage_layout import at_other_size, reshard_errors, staged
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.slots import slots_of
@@ -145,7 +145,7 @@ class Product(Rules[MeshConfig]):
 
     @classmethod
     def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
-        from orchestrator.strategies.sharded.shard_options import gathered_at_once
+        from orchestrator.strategies.parts.shard_options import gathered_at_once
 
         return gathered_at_once(config, mesh, model) if slots_of(config.strategy, mesh).gathers else 0.0
 

@@ -20,8 +20,8 @@ from torch import nn
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
+from orchestrator.model.peers import Peers
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import is_linear
 from orchestrator.model.tensor.vocabulary import vocabularies
 from orchestrator.planning.mesh import Mesh

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
 from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
+from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.peers import Peers
 from orchestrator.model.repeated_blocks import alike, blocks_of, class_of
 from orchestrator.model.tensor.block_calls import BlockCall, Ends, ends_of, seen_calls
 from orchestrator.model.tensor.logits import DividedLogits, Share
-from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import Pair, is_linear
 from orchestrator.model.tensor.vocabulary import DirectUses, vocabularies
 from orchestrator.strategies.constructor import Outline
@@ -167,7 +168,7 @@ def _calls(
     try:
         return seen_calls(whole, blocks, lambda: run(inputs))
     except Exception as e:
-        raise ValueError(f"the model cannot be called without memory ({type(e).__name__}: {e})") from e
+        raise ValueError(f"the model cannot be called without memory ({error_with_place(e)})") from e
 
 
 def _evaluated(model: nn.Module, run: Callable[[], T]) -> T:

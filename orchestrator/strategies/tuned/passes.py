@@ -23,10 +23,10 @@ from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
 from orchestrator.strategies.keys import DPConfig, mesh_config
 from orchestrator.strategies.measure.device import LEAST_RUNS, mean_over, medians_ms
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder, recorded_call
+from orchestrator.strategies.parts.stage_builder import StageBuilder, recorded_call
+from orchestrator.strategies.parts.wrapping import bytes_by_group
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.dp import DP
-from orchestrator.strategies.sharded.wrapping import bytes_by_group
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 

@@ -15,10 +15,13 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.loader_processes import end_loader_processes, loader_exit_codes, loader_failure
+from orchestrator.config.text import first_few
 from orchestrator.job import Split
+from orchestrator.model.failed_call import failed_call
 from orchestrator.records.lock import end_with_parent
+from orchestrator.strategies.data.datasets import unlike_sample
 from orchestrator.user_code.errors import JobError, error_text, exits_refused
-from orchestrator.user_code.own_errors import OwnError, own_error
+from orchestrator.user_code.own_errors import OwnError
 
 Collate = Callable[[list[Any]], Any]
 
@@ -61,9 +64,8 @@ class BatchReader(Dataset[Any]):
 
     def __getitem__(self, indices: list[int]) -> Any:
         try:
-            return _collated(
-                self.collate, self._items(indices), indices, f"{self.split} data, collating samples {indices}"
-            )
+            what = f"{self.split} data, collating samples [{first_few([*map(str, indices)], 4)}]"
+            return _collated(self.collate, self._items(indices), indices, what)
         except (DataError, JobError) as e:
             if get_worker_info() is None:
                 raise
@@ -108,7 +110,7 @@ class BatchReader(Dataset[Any]):
 class Slice:
     """Consecutive samples of a stream, the first of them number ``start``."""
 
-    items: list[Any]
+    items: Sequence[Any]
     start: int
 
 
@@ -151,7 +153,7 @@ class ReadFailure:
     @classmethod
     def of(cls, error: DataError | JobError) -> ReadFailure:
         """Return the error that is handled as text."""
-        return cls(str(error), traceback.format_exc(), isinstance(error, JobError), own_error(error))
+        return cls(str(error), traceback.format_exc(), isinstance(error, JobError), failed_call(error))
 
     def error(self) -> DataError | JobError:
         """Return the error to raise in the training thread."""
@@ -302,7 +304,9 @@ def _collated(collate: Collate, items: Any, numbers: Sequence[int], what: str) -
             why = "" if isinstance(e, JobError) else f" ({error_text(e)})"
             remedy = "return a sample, or leave it out in the function of job.collate"
             raise JobError(f"{what}: the dataset returns None for sample {empty[0]}{why}; {remedy}") from e
-        raise _read_error(f"{what}: {error_text(e)}", e) from e
+        unlike = unlike_sample(items)
+        differs = f"; sample {numbers[unlike[0]]} is {unlike[1]}, sample {numbers[0]} {unlike[2]}" if unlike else ""
+        raise _read_error(f"{what}: {error_text(e)}{differs}", e) from e
 
 
 def _next(iterator: Iterator[Any], timeout_s: float) -> Any:

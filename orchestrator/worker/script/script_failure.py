@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.policy.failure import describe_crash
 from orchestrator.protocol.messages import Failure
+from orchestrator.user_code.own_errors import own_error_in
 
 LONGEST_MESSAGE = 1000
 _TRACEBACK = re.compile(r"^( *\+ Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE)
@@ -69,12 +70,15 @@ def script_failure(
         message = _without_exception(exit_code, output, oom_kill=oom_kill)
     if _PORT_TAKEN.search(message):
         message += "; the script opens a port of its own that another program has: let it use MASTER_PORT, or port 0"
+    own = own_error_in(traceback)
+    message = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}..."
     return Failure(
-        message=message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}...",
+        message=message if own is None else f"{message} ({own.place})",
         traceback=traceback,
         time=time,
         collateral=after_end or bool(_OTHER_RANK.search(message)),
         log_tail="" if traceback else log_tail,
+        own_frames="" if own is None else own.frames,
     )
 
 

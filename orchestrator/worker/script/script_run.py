@@ -68,6 +68,8 @@ class ScriptRun:
         self._selector = selectors.DefaultSelector()
         self._process: child_process.ScriptProcess | None = None
         self._record: Path | None = None
+        self._uncaught: Path | None = None
+        self._last_lines: list[str] = []
         self._is_silent = True
         self._unfinished: int | None = None
         self._ended_by_us = False
@@ -95,7 +97,8 @@ class ScriptRun:
             self._outbox.enter(0, "train")
             at_end.callback(self._selector.close)
             at_end.callback(self._over.set)
-            self._record = None if self._job.kind == "program" else reports.record
+            if self._job.kind != "program":
+                self._record, self._uncaught = reports.record, reports.uncaught
             environment = child_process.script_environment(
                 os.environ,
                 self._assignment,
@@ -123,6 +126,7 @@ class ScriptRun:
                 self._end(process, grace_s)
             ended_at = time.time()
             self._drain()
+            at_end.callback(self._show_last_lines)
             self._take_scalars(reports.event_files() if self._assignment.global_rank == 0 else ())
             exit_code = process.exit_code()
             if exit_code is None:
@@ -139,9 +143,10 @@ class ScriptRun:
                 log_tail=log_tail(self._run_dir.log_file(self._assignment.global_rank)),
                 time=ended_at,
                 after_end=self._ended_by_us and not stopped,
-                uncaught=None if self._record is None else _text(reports.uncaught),
+                uncaught=None if self._uncaught is None else _text(self._uncaught),
                 oom_kill=kernel_oom_kills() != oom_kills,
             )
+            self._show_last_lines(besides=failure.traceback)
             if stopped:
                 return self._unsaved(why_not_stopped(failure), failure)
             return Outcome(status="failed", step=self.step, failure=failure)
@@ -293,19 +298,30 @@ class ScriptRun:
             self._selector.unregister(self._process.output)
             return
         self._progress()
+        is_ending = self._uncaught is not None and self._uncaught.exists()
         for line in self._lines.add(chunk):
-            self._print(line)
+            self._print(line, is_ending=is_ending)
 
     def _progress(self) -> None:
         self._is_silent = False
         self._outbox.progress()
 
-    def _print(self, line: bytes) -> None:
+    def _print(self, line: bytes, *, is_ending: bool = False) -> None:
+        """Print a line to the log, and let the console show it; at the end of a script that has raised, later."""
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         print(text)
         text = _TORCHS_PREFIX.sub("", text)
         self._tail.append(text)
-        self._outbox.put_lines([text])
+        if is_ending or self._last_lines:
+            self._last_lines.append(text)
+        else:
+            self._outbox.put_lines([text])
+
+    def _show_last_lines(self, *, besides: str = "") -> None:
+        """Let the console show the lines that were kept back, but for those of a traceback that it shows itself."""
+        known = set(besides.splitlines())
+        self._outbox.put_lines([line for line in self._last_lines if line not in known])
+        self._last_lines = []
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()

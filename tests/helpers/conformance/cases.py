@@ -98,7 +98,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         seed=case.seed,
         evaluate=case.evaluate,
         train=case.train,
-        data=schema.DataConfig(num_workers=case.loaders),
+        data=section("data", schema.DataConfig, num_workers=case.loaders),
         checkpoint=case.checkpoint,
         sweep=section("sweep", schema.SweepConfig),
         recovery=RECOVERY,

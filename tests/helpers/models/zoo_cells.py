@@ -43,7 +43,7 @@ from orchestrator.strategies import registry
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.keys import MeshConfig
 
-TRAIN = having(steps=3, global_batch_size=8)
+TRAIN = having(steps=3, global_batch_size=8, check="always")
 STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "single": (SINGLE, 1),
     "ddp": (DDP, 2),

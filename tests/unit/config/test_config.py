@@ -200,7 +200,9 @@ def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_note(golden: Go
         "-m --config-dir=a --config-dir=b seed=2 job=my.Line strategy=single job.lr=3 my/group=b "
         "cluster.env.API_TOKEN=two job.password=hunter2 bar"
     )
-    assert last_of_each(["seed=1", "seed=1"], notes.clear) == ["seed=1"]  # nothing to note
+    notes.clear()
+    assert last_of_each(["strategy=ddp", "--x", "--x", "strategy=ddp"], notes.append) == ["--x", "strategy=ddp"]
+    assert notes == ["strategy: given more than once; the last value counts"]
     assert composed("train.steps=1", "strategy=single", "train.steps=2", "strategy=ddp").train.steps == 2
 
 

@@ -131,7 +131,7 @@ def test_an_environment_variable_may_be_a_number(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_files_of_the_page_compose(directory: Path) -> None:
-    blocks = files(ROOT / "docs/your-configuration.md")
+    blocks = files(ROOT / "docs/configuration.md")
     assert len(blocks) == 5
     for name, text in blocks.items():
         write(directory / name, text)

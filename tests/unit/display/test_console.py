@@ -22,6 +22,7 @@ from helpers.records.console_events import (
     printed,
 )
 from orchestrator.config.compose import compose
+from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import duration, size, sparkline
 from orchestrator.display.report import errors_text, plan_table
@@ -29,6 +30,8 @@ from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
     BestFound,
     CheckpointFailed,
+    Event,
+    MetricsLogged,
     RankProgress,
     Recovered,
     RunEnded,
@@ -107,8 +110,25 @@ def test_a_line_has_the_figures_of_its_own_step_alone() -> None:
         point(70, 6.6, train__loss=0.45),
         point(75, 6.7, val__loss=0.2),
     )
-    shown = [line.partition("  eta")[0] for line in lines[-3:]]
-    assert shown == ["step 25/500  val_loss 0.4000", "step 60/500  loss 0.5000", "step 75/500  val_loss 0.2000"]
+    shown = [line.partition("  eta")[0] for line in lines[-4:]]
+    assert shown == [
+        "step 25/500  val_loss 0.4000",
+        "step 50/500  val_loss 0.3000",
+        "step 60/500  loss 0.5000",
+        "step 75/500  val_loss 0.2000",
+    ]
+
+
+@pytest.mark.parametrize("best", [None, "val/f1"])
+def test_of_very_many_evaluations_some_have_a_line_and_the_best_one_always(best: str | None) -> None:
+    def evaluated(step: int) -> MetricsLogged:
+        return point(step, step / 1000, val__loss=0.1 if step == 77 else 1.0, val__f1=0.9 if step == 77 else 0.5)
+
+    events: list[Event] = [evaluated(step) for step in range(1, 151)]
+    events += [BestFound(time=START + 0.2, metric="val/f1", step=77, value=0.9)] if best else []
+    lines = printed(STARTED, *events, FINISHED, chosen=ChosenMetrics(best=best))
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
+    assert steps == [*range(1, 21), 77, 150]
 
 
 def test_the_metrics_of_a_step_stand_before_its_checkpoint() -> None:

@@ -81,6 +81,20 @@ def test_a_run_is_found_by_its_name_and_by_the_id_of_its_job(home: Path) -> None
             search.look_up(other)
 
 
+def test_a_run_is_found_by_what_mlflow_and_the_list_of_runs_show(home: Path) -> None:
+    single = make_run(Path("outputs"), "2026-05-01/12-30-01-digits-ddp", settings="lr=0.1 steps=20")
+    swept = make_run(Path("outputs"), "2026-05-02/12-30-01-digits-ddp", settings="-", sweep={"settings": "lr=0.3"})
+    make_run(Path("outputs"), "2026-05-03/12-30-01-digits-ddp")
+    search = RunSearch.of(None)
+    for text in ("digits-ddp lr=0.1 steps=20", "lr=0.1 steps=20"):
+        assert search.look_up(text) == single
+    for text in ("digits-ddp lr=0.3", "lr=0.3"):
+        assert search.look_up(text) == swept
+    for text in ("lr=0.1", "digits lr=0.3", "digits-ddp ", "", "-"):
+        with pytest.raises(NoSuchRunError):
+            search.look_up(text)
+
+
 def test_of_several_runs_of_a_name_the_one_that_runs_is_stopped(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     running = [
         make_run(Path("outputs"), f"2026-05-0{day}/12-30-01-alice", name="alice", state="running") for day in (1, 2)

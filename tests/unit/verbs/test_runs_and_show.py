@@ -1,6 +1,7 @@
 """`orchestrator runs` and `orchestrator show` on real run directories."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from orchestrator.protocol.events import (
     Recovered,
     RunEnded,
     SystemMetricsLogged,
+    WorkerFailed,
     WorkerLost,
 )
 from orchestrator.records.journal import Journal
@@ -185,6 +187,27 @@ def test_the_other_commands_of_show_begin_as_where_it_was_typed(
     for name, value in Origin(address="http://head:8265").variables().items():
         monkeypatch.setenv(name, value)
     assert f"orchestrator compare --last 5 --output-dir {output_dir} --address http://head:8265" in shown()
+
+
+def test_show_tells_of_a_script_what_it_ran_and_no_steps_that_it_need_not_report(
+    tmp_path: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = {"job.script": "train.py", "job.args": "--lr 0.1"}
+    reason = "rank 0 failed at step 0: ValueError: x (train.py:3: main())"
+    summary = {"steps": 0, "startup_s": 3.0}
+    script = make_run(
+        tmp_path, "12-30-01-train", strategy="script", job="script", state="failed", params=params,
+        reason=reason, summary=summary, started=0.0, ended=60.0,
+    )  # fmt: skip
+    journal = Journal(script)
+    failed = {"rank": 0, "display_name": "rank 0", "step": 0, "reason": "ValueError: x (train.py:3: main())"}
+    journal.emit(WorkerFailed(**failed, traceback="", log="", log_tail=""))
+    journal.emit(RunEnded(status="FAILED", exit_code=1, reason=reason, summary=summary))
+    journal.close()
+    script.script_checkpoints.mkdir()
+    (script.script_checkpoints / "last.pt").touch()
+    assert show.main([str(script.path)]) == 0
+    golden.says(re.sub(r"\S+ ago", "AGO", capsys.readouterr().out), HERE=tmp_path)
 
 
 def test_show_finds_runs_by_path_name_and_last(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = RunDir(tmp_path / "outputs" / "2026-05-01" / "12-30-01-alice")
     run.path.mkdir(parents=True)
     run.update_record(name="alice", state="finished")
+    other = RunDir(tmp_path / "outputs" / "2026-05-01" / "12-30-02-carol")
+    other.path.mkdir(parents=True)
+    command = "python -m orchestrator.launch job=mine.Line job.width=3 train.steps=9 resume=never"
+    other.update_record(name="carol", state="failed", command=command)
+    other.config_file.write_text("job:\n  _target_: mine.Line\n  width: 3\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -48,6 +53,11 @@ REFUSED = (
     "resume=bob",
     "evaluate=bob/checkpoints/best",
     "start_from=outputs/2026-05-01/12-30-01-bob",
+    *("resume=latest", "resume=true", "resume=best", "resume=null", "start_from=best", "evaluate=latest"),
+    "resume=carol train.steps=20 seed=1",
+    "resume=last",
+    "evaluate=carol",
+    "start_from=carol",
     "tracking.uri=foo://x output_dir=/proc/x resume=bob",
     "tracking.sinks=[tensorbord]",
     "-- seed=1 | seed=x",
@@ -70,6 +80,7 @@ def test_what_is_refused_at_once(words: str, golden: Golden, directory: Path) ->
         "job=mine.other.Line",
         "job=nothing.Line cluster.py_modules=[elsewhere]",
         "resume=alice",
+        "resume=carol job=mine.Other job.width=3",
         "resume=auto",
         "evaluate=outputs/2026-05-01/12-30-01-alice/checkpoints/step-00000007",
         "resume=memory://bucket/runs/a/b output_dir=memory://bucket/runs",

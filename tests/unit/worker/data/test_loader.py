@@ -125,7 +125,7 @@ def test_a_collate_that_raises_is_named(num_workers: int) -> None:
         (
             [torch.ones(n) for n in range(3)],
             None,
-            r"torch cannot make a batch .*stack expects .*, or write Job.collate$",
+            r"torch cannot make a batch .*Job.collate; sample \d is float32 \[\d\], sample \d float32 \[\d\]$",
         ),
         ([1, 2, 3], lambda items: None, "the function of job.collate returns None; return a pair"),
     ],

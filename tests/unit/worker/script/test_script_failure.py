@@ -54,7 +54,8 @@ def failure(
 @pytest.mark.parametrize("output", [RAISED, CAUSED])
 def test_the_exception_that_ended_it_is_the_message(output: str, after: str) -> None:
     found = failure(output=output + after)
-    assert found.message == "ValueError: bad value"
+    assert found.message == "ValueError: bad value (train.py:3)"
+    assert found.own_frames == '  File "train.py", line 3, in <module>\n    main()\n'
     assert found.traceback == RAISED.partition("\n")[2]
     assert (found.collateral, found.final, found.log_tail) == (False, False, "")
 
@@ -102,7 +103,7 @@ def test_what_record_has_written_is_preferred() -> None:
     }
     found = failure(output=RAISED, error_file=json.dumps(written))
     assert (found.message, found.traceback) == ("RuntimeError: x", "Traceback\n  y")
-    assert failure(output=RAISED, error_file="{").message == "ValueError: bad value"
+    assert failure(output=RAISED, error_file="{").message == "ValueError: bad value (train.py:3)"
 
 
 def test_a_connection_that_others_have_closed_in_order_shows_that_the_ranks_disagree(golden: Golden) -> None:
@@ -152,7 +153,7 @@ GROUP = """\
         (1, f"{IN_THREAD}\nno data", "the script ended with exit code 1: no data"),
         (-11, f"step 3\n{CRASHED}", "the script was ended by SIGSEGV in step (/x/train.py, line 7): step 3"),
         (-6, THROWN, "the script was ended by SIGABRT: c10::Error: CUDA error: device-side assert triggered"),
-        (-6, f"{RAISED}\n{THROWN[7:]}", "ValueError: bad value, then it was ended by SIGABRT"),
+        (-6, f"{RAISED}\n{THROWN[7:]}", "ValueError: bad value, then it was ended by SIGABRT (train.py:3)"),
         (1, GROUP, "ExceptionGroup: two failed (2 sub-exceptions)"),
         (1, f"{RAISED}\n{GROUP}", "ExceptionGroup: two failed (2 sub-exceptions)"),
     ],
