@@ -24,6 +24,8 @@ NEWEST = "last"
 """What a user types for the newest run."""
 SUBMISSION_TAG = "submission"
 """The tag of a run with the id of the submitted job that has started it."""
+_REMARK = re.compile(r" \((?:step \d+|pruned)\)")
+"""What MLflow shows after the name and the settings of a run."""
 _ID_SUFFIX = re.compile(r"-\d{4}-\d{6}-[0-9a-f]{4}$")
 """What ``orchestrator submit`` adds to the name of a run."""
 
@@ -119,6 +121,7 @@ class RunSearch:
         """
         newest_first = sorted(((n, o) for o in self.outputs for n in o.names()), key=lambda n: n[0], reverse=True)
         exact = [(name, output) for name, output in newest_first if text in (name, name.partition("/")[2])]
+        text = _REMARK.sub("", text)
         first, _, _ = text.partition(" ")
         parts = [""] if "=" in first else [f"-{in_job_id(_ID_SUFFIX.sub('', word))}" for word in (text, first)]
         for directory, output in exact or [n for n in newest_first if any(part in in_job_id(n[0]) for part in parts)]:

@@ -88,7 +88,7 @@ def test_a_run_is_found_by_what_mlflow_and_the_list_of_runs_show(home: Path) -> 
     search = RunSearch.of(None)
     for text in ("digits-ddp lr=0.1 steps=20", "lr=0.1 steps=20"):
         assert search.look_up(text) == single
-    for text in ("digits-ddp lr=0.3", "lr=0.3"):
+    for text in ("digits-ddp lr=0.3", "lr=0.3", "digits-ddp lr=0.3 (pruned)"):
         assert search.look_up(text) == swept
     for text in ("lr=0.1", "digits lr=0.3", "digits-ddp ", "", "-"):
         with pytest.raises(NoSuchRunError):
