@@ -22,6 +22,8 @@ from orchestrator.storage.remote import is_url
 DEFAULT_OUTPUT_DIR = "outputs"
 NEWEST = "last"
 """What a user types for the newest run."""
+NEWEST_ELSEWHERE = ("latest", "newest", "recent")
+"""What others call it."""
 SUBMISSION_TAG = "submission"
 """The tag of a run with the id of the submitted job that has started it."""
 _REMARK = re.compile(r" \((?:step \d+|pruned)\)")
@@ -104,7 +106,12 @@ class RunSearch:
         elif (found := find_run(text)) is None and not is_url(text):
             found = next(self.named(text, trained=trained), None)
         if found is None:
-            raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them")
+            if "/" not in text and next(self.runs(), None) is None:
+                where = " or ".join(o.path.resolve().as_posix() if o.remote is None else str(o) for o in self.outputs)
+                there = "go to the directory where they were started, or give their --output-dir"
+                raise NoSuchRunError(f"{text}: there are no runs in {where}; {there}")
+            newest = f"; {NEWEST} is the newest one" if text.lower() in NEWEST_ELSEWHERE else ""
+            raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them{newest}")
         return found
 
     def named(self, text: str, *, trained: bool = False) -> Iterator[RunDir]:

@@ -53,9 +53,7 @@ def test_a_script_restarts_from_what_it_has_saved(
 
 @pytest.mark.campaign
 @pytest.mark.timeout(120)
-def test_the_exception_of_a_script_is_the_verdict(
-    run: Callable[..., Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exception_of_a_script_is_the_verdict(run: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     """Its traceback is shown once, although both ranks print it."""
     result = run(
         "strategy=script",
