@@ -86,7 +86,7 @@ def test_a_directory_without_runs_and_a_word_of_others_are_answered(home: Path) 
     with pytest.raises(NoSuchRunError, match=nothing):
         RunSearch.of(None).look_up("last")
     make_run(Path("outputs"), "2026-05-01/12-30-01-a")
-    with pytest.raises(NoSuchRunError, match="^latest: no such run in .*; last is the newest one$"):
+    with pytest.raises(NoSuchRunError, match=r"^latest: no such run in .*; last is the newest one$"):
         RunSearch.of(None).look_up("latest")
 
 
