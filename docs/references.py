@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 
 import orchestrator
 from orchestrator.config.build import describe
-from orchestrator.config.compose import compose, group_values
-from orchestrator.config.files import choices, summary
+from orchestrator.config.compose import compose
+from orchestrator.config.files import choices, group_values, summary
 from orchestrator.config.job_loader import find_class
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.schema import Config

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Sequence
 
-from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import last_of_each
-from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.redact import Redactor
 from orchestrator.display.plain_text import say_note
 from orchestrator.driver.preflight.early_checks import refuse_early
-from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words, positive
+from orchestrator.verb_options import add_files, file_words, positive
+from orchestrator.verb_outcome import outcome
 
 KEY = "train.global_batch_size"
 STEPS = 10
@@ -39,25 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_files(parser)
     options = parser.parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
     redactor = Redactor.of_process()
-    with masked_output(redactor):
-        try:
-            with exits_refused(hard=True):
-                words = last_of_each([*file_words(options), *options.words], say_note)
-                refuse_early([words], redactor, starts_here=True)
-                # Imported here because this takes seconds.
-                from orchestrator.driver.batch_sizes import search
+    return outcome("batch-size", lambda: _search(options, redactor), redactor)
 
-                return search(words, redactor, steps=options.steps, largest=options.largest)
-        except ConfigError as e:
-            from orchestrator.display.report import errors_text
 
-            print(errors_text(e.errors), file=sys.stderr)
-            return BAD_INPUT
-        except KeyboardInterrupt:
-            return INTERRUPTED
-        except Exception:
-            traceback.print_exc()  # here, because the interpreter would print it unmasked
-            return FAILED
+def _search(options: argparse.Namespace, redactor: Redactor) -> int:
+    words = last_of_each([*file_words(options), *options.words], say_note)
+    refuse_early([words], redactor, starts_here=True)
+    # Imported here because this takes seconds.
+    from orchestrator.driver.batch_sizes import search
+
+    return search(words, redactor, steps=options.steps, largest=options.largest)
 
 
 if __name__ == "__main__":

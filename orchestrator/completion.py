@@ -36,7 +36,8 @@ def of_launch(words: Sequence[str], prefix: str) -> set[str]:
     with contextlib.redirect_stdout(answer):
         shell_completion(words)
     fields = _fields(words) if prefix.startswith("job.") else ()
-    return {*answer.getvalue().split(), *_beginning(prefix, (f"job.{name}=" for name in fields))}
+    offered = {word for word in answer.getvalue().split() if not word.startswith("mesh=")}  # what presets begin with
+    return {*offered, *_beginning(prefix, (f"job.{name}=" for name in fields))}
 
 
 def of_run(words: Sequence[str], prefix: str) -> set[str]:

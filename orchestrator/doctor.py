@@ -18,7 +18,7 @@ from orchestrator.display.findings import as_json, exit_code, finding_text, verd
 from orchestrator.display.plain_text import writable
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
-from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
+from orchestrator.verb_outcome import outcome
 
 _DESCRIPTION = """\
 Check what a run needs: versions, Ray and its token, GPUs, the network with a real all-reduce, clocks, disk space, a
@@ -44,18 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if address is None and not names_cluster:
         address = os.environ.get("RAY_API_SERVER_ADDRESS")
     redactor = Redactor.of_process()
-    try:
+
+    def body() -> int:
         if address and is_url(address):
             return run_on_cluster("doctor", words, address)
         overrides = [f"cluster.address={address}", *options.overrides] if address else options.overrides
         return _examine(overrides, redactor, as_lines=not options.json)
-    except ConfigError as e:
-        from orchestrator.display.report import errors_text
 
-        print(redactor.text(errors_text(e.errors)), file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return outcome("doctor", body, redactor)
 
 
 def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) -> int:
@@ -73,11 +69,11 @@ def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) ->
     for finding in examine(config):
         findings.append(finding)
         if as_lines:
-            print(writable(redactor.text(finding_text(finding)), sys.stdout), flush=True)
+            print(writable(finding_text(finding), sys.stdout), flush=True)
     if as_lines:
         print(verdict_text(findings))
     else:
-        print(redactor.text(json.dumps(as_json(findings), indent=2)))
+        print(json.dumps(as_json(findings), indent=2))
     return exit_code(findings)
 
 

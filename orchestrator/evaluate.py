@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.eval_splits import VAL
-from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.display.plain_text import refuse
+from orchestrator.config.redact import Redactor
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
-from orchestrator.user_code.errors import exits_refused
 from orchestrator.user_code.results import kind_of
-from orchestrator.verb_options import INTERRUPTED, add_files, add_run, file_words
+from orchestrator.verb_options import add_files, add_run, file_words
+from orchestrator.verb_outcome import outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,14 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="files to evaluate as the validation set of the job, without the recorded data; may be repeated",
     )
     options = parser.parse_intermixed_args(argv)
-    with masked_output(Redactor.of_process()):
-        try:
-            with exits_refused(hard=True):
-                return _evaluate(options)
-        except (OSError, ValueError) as e:
-            return refuse("evaluate", e)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+    return outcome("evaluate", lambda: _evaluate(options), Redactor.of_process(), refused=(OSError, ValueError))
 
 
 def _evaluate(options: argparse.Namespace) -> int:

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.redact import Redactor, masked_output
-from orchestrator.display.plain_text import refuse, writable
+from orchestrator.config.redact import Redactor
+from orchestrator.display.plain_text import writable
 from orchestrator.display.terminal import closing_interrupts, still_working
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_search import RunSearch
-from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import INTERRUPTED, add_run
+from orchestrator.verb_options import add_run
+from orchestrator.verb_outcome import outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,14 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--best", action="store_true", help="the checkpoint of its best evaluation, not the newest one")
     options = parser.parse_args(argv)
     redactor = Redactor.of_process()
-    with masked_output(redactor):
-        try:
-            with closing_interrupts(), exits_refused(hard=True):
-                return _export(options, redactor)
-        except (OSError, ValueError) as e:
-            return refuse("export", e)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+    with closing_interrupts():
+        return outcome("export", lambda: _export(options, redactor), redactor, refused=(OSError, ValueError))
 
 
 def _export(options: argparse.Namespace, redactor: Redactor) -> int:

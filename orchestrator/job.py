@@ -101,7 +101,7 @@ class Job(Callback, abc.ABC):
 
     @abc.abstractmethod
     def dataset(self, split: Split) -> Dataset[Any] | Iterable[Any] | None:
-        """Return the data: a map-style dataset, or a stream.
+        """Return the data: a map-style dataset, a stream, or a ``ray.data.Dataset``.
 
         A map-style dataset has ``__len__`` and ``__getitem__``. Training reads it in a new random order in each epoch.
 
@@ -112,6 +112,9 @@ class Job(Callback, abc.ABC):
         process. What is expensive belongs into :attr:`collate`, which is called for that share only. A run continues at
         the next sample: from ``state_dict()``, if the stream has it and ``load_state_dict(state)``, otherwise by
         reading past the samples before it.
+
+        The tasks of a ``ray.data.Dataset`` run on the CPUs of the cluster, in the order of its rows. A run continues
+        at the next row. A function of the epoch that makes one can give each epoch another order.
 
         Args:
             split: ``"train"``, or a name in ``train.eval_splits``, which is ``"val"`` by default; all of them are in

@@ -16,7 +16,6 @@ import atexit
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import NoReturn
@@ -24,12 +23,12 @@ from typing import NoReturn
 from orchestrator import __version__
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
-from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.redact import Redactor
 from orchestrator.config.synonyms import instead as synonym
 from orchestrator.config.text import did_you_mean
 from orchestrator.display.terminal import lasting_output
-from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED, add_files, file_words
+from orchestrator.verb_options import add_files, file_words
+from orchestrator.verb_outcome import outcome
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
@@ -42,20 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     atexit.register(_spare_garbage_search)
     redactor = Redactor.of_process()
-    with lasting_output(), masked_output(redactor):
-        try:
-            with exits_refused(hard=True):
-                return _launch(list(sys.argv[1:] if argv is None else argv), redactor)
-        except ConfigError as e:
-            from orchestrator.display.report import errors_text
-
-            print(errors_text(e.errors), file=sys.stderr)
-            return BAD_INPUT
-        except KeyboardInterrupt:
-            return INTERRUPTED
-        except Exception:
-            traceback.print_exc()  # here, because the interpreter would print it unmasked
-            return FAILED
+    words = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output():
+        return outcome("launch", lambda: _launch(words, redactor), redactor)
 
 
 def _spare_garbage_search() -> None:

@@ -19,22 +19,20 @@ from pathlib import Path
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import there
 from orchestrator.config.overrides import last_of_each
-from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.redact import Redactor
 from orchestrator.display.plain_text import refuse, say_note, writable
 from orchestrator.driver.preflight.early_checks import refuse_early
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
-from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import (
-    BAD_INPUT,
     FAILED,
-    INTERRUPTED,
     above_zero,
     add_files,
     file_words,
     positive,
 )
+from orchestrator.verb_outcome import outcome
 
 _PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -47,17 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (options.cluster is None) == (options.published is None):
         parser.error("give --cluster or --published FILE.csv")
     redactor = Redactor.of_process()
-    with masked_output(redactor):
-        try:
-            with exits_refused():
-                return _published(options) if options.published else _plan(options, redactor)
-        except ConfigError as e:
-            from orchestrator.display.report import errors_text
-
-            print(errors_text(e.errors), file=sys.stderr)
-            return BAD_INPUT
-        except KeyboardInterrupt:
-            return INTERRUPTED
+    return outcome("plan", lambda: _published(options) if options.published else _plan(options, redactor), redactor)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.redact import Redactor
 from orchestrator.display.plain_text import writable
-from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import BAD_INPUT, add_files, file_words
+from orchestrator.verb_options import add_files, file_words
+from orchestrator.verb_outcome import outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,17 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(sections) > 1:
         parser.error(f"{' '.join(sections)}: name one section")
     redactor = Redactor.of_process()
-    with masked_output(redactor):
-        try:
-            with exits_refused(), contextlib.redirect_stdout(sys.stderr):  # what the module of the job prints
-                schema = _schema([*file_words(options), *overrides], redactor, *sections)
-        except ConfigError as e:
-            from orchestrator.display.report import errors_text
 
-            print(errors_text(e.errors), file=sys.stderr)
-            return BAD_INPUT
-    print(writable(json.dumps(schema, indent=2, ensure_ascii=False), sys.stdout))
-    return 0
+    def body() -> int:
+        with contextlib.redirect_stdout(sys.stderr):  # what the module of the job prints
+            schema = _schema([*file_words(options), *overrides], redactor, *sections)
+        print(writable(json.dumps(schema, indent=2, ensure_ascii=False), sys.stdout))
+        return 0
+
+    return outcome("schema", body, redactor)
 
 
 def _schema(words: Sequence[str], redactor: Redactor, section: str | None = None) -> dict[str, object]:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import last_of_each, masked
-from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.config.redact import Redactor
 from orchestrator.display.marked_output import JobLog
 from orchestrator.display.plain_text import say_note
 from orchestrator.display.terminal import closing_interrupts
 from orchestrator.driver.preflight.early_checks import refuse_early
 from orchestrator.launch import RESTARTS_OPTION
-from orchestrator.user_code.errors import exits_refused
-from orchestrator.verb_options import BAD_INPUT, CONNECTION_LOST, INTERRUPTED, add_files, file_words
+from orchestrator.verb_options import CONNECTION_LOST, INTERRUPTED, add_files, file_words
+from orchestrator.verb_outcome import outcome
 
 if TYPE_CHECKING:
     from orchestrator.driver.process.origin import Origin
@@ -37,22 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(argv)
     options.overrides = [*file_words(options), *options.overrides]
     redactor = Redactor.of_process()
-    with closing_interrupts(), masked_output(redactor):
-        try:
-            if options.attach:
-                from orchestrator.driver.submit.job_submission import JobServer
+    with closing_interrupts():
+        return outcome(
+            "submit", lambda: _attach(options) if options.attach else _try_submit(options, redactor), redactor
+        )
 
-                return _follow(JobServer(options.address), options.attach)
-            with exits_refused(hard=True):
-                return _submit(options, redactor)
-        except ConfigError as e:
-            from orchestrator.display.report import errors_text
 
-            print(errors_text(e.errors), file=sys.stderr)
-            return BAD_INPUT
-        except KeyboardInterrupt:
-            print("\nnothing was submitted", file=sys.stderr)
-            return INTERRUPTED
+def _attach(options: argparse.Namespace) -> int:
+    from orchestrator.driver.submit.job_submission import JobServer
+
+    return _follow(JobServer(options.address), options.attach)
+
+
+def _try_submit(options: argparse.Namespace, redactor: Redactor) -> int:
+    try:
+        return _submit(options, redactor)
+    except KeyboardInterrupt:
+        print("\nnothing was submitted", file=sys.stderr)
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import enum
 import functools
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -67,7 +67,9 @@ def option(
     return dataclasses.field(metadata={"meaning": meaning, **limits})
 
 
-def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -> T | None:
+def build(
+    cls: type[T], data: Mapping[str, Any], path: str, errors: list[str], make: Callable[..., T] | None = None
+) -> T | None:
     """Build the dataclass ``cls`` from ``data``, checking names, types and the limits in the fields' metadata.
 
     Args:
@@ -75,6 +77,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
         data: a value for each field.
         path: the key of ``data`` in the configuration ("" for the root), used in the messages.
         errors: receives one line per error.
+        make: makes the instance of the values, in place of ``cls``.
 
     Returns:
         The instance, or None if there were errors.
@@ -102,7 +105,7 @@ def build(cls: type[T], data: Mapping[str, Any], path: str, errors: list[str]) -
     if len(errors) > before:
         return None
     try:
-        return cls(**values)
+        return (make or cls)(**values)
     except ValueError as e:
         errors.append(with_key(path, e))
         return None

@@ -21,6 +21,7 @@ from orchestrator.compat.hydra import Composed, compose_files, read_yaml, show_i
 from orchestrator.config.build import ConfigError, build
 from orchestrator.config.files import (
     DIR_OPTION,
+    FIXED,
     GROUPS,
     HONOURED,
     NAME_OPTION,
@@ -30,18 +31,20 @@ from orchestrator.config.files import (
     choices,
     conf_dir,
     file_errors,
+    group_values,
 )
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
 from orchestrator.config.places import places_of_choice, with_places
 from orchestrator.config.redact import MASK, stands_for_secret
 from orchestrator.config.schema import Config, JobSpec, StrategyConfig
+from orchestrator.config.synonyms import SIZES
 from orchestrator.config.text import did_you_mean, first_few, format_override, path_override, to_cli
 from orchestrator.config.typed import Typed, mark, merged, plain, unmark
 
 OmegaConf.register_new_resolver("environment", lambda name, default: os.environ.get(name) or default, replace=True)
 
-StrategyConfigs = Callable[[str], type[StrategyConfig]]
-"""Maps the name of a strategy to its configuration class."""
+StrategyConfigs = Callable[[str], type[Any]]
+"""Maps the name of a strategy to a dataclass of its keys; ``make`` makes the options of their values, if it has it."""
 
 
 def compose(
@@ -191,7 +194,8 @@ def _compose(
         for override in overrides:
             if not files.is_group(override.key_or_group) or isinstance(override.value(), dict):
                 # Also keys that no file has: the fields of a job are in none, and the schema has better messages.
-                OmegaConf.update(composed, override.key_or_group, mark(value_of(override)), merge=True, force_add=True)
+                key = _usual_key(override.key_or_group, composed)
+                OmegaConf.update(composed, key, mark(value_of(override)), merge=True, force_add=True)
         return read(composed)
     except (HydraException, OmegaConfBaseException) as e:
         errors.append(_explain(e, files))
@@ -210,6 +214,13 @@ def _composed_files(overrides: Sequence[Override], files: Files, errors: list[st
             errors.append(f"strategy={chosen}: a chosen file sets strategy.name={name}; leave one of them out")
         composed = _load(files, [*words, f"strategy={name}"])
     errors += choice_errors(OmegaConf.select(composed.config, "hydra.runtime.choices"))
+    if isinstance(strategy := composed.config.get("strategy"), DictConfig):
+        with open_dict(strategy):
+            strategy.pop(FIXED, None)
+            for key in sorted(SIZES.values() & strategy.keys()):
+                if (usual := _usual_key(f"strategy.{key}", composed.config)) != f"strategy.{key}":
+                    OmegaConf.update(composed.config, usual, OmegaConf.to_container(strategy)[key])
+                    del strategy[key]
     for path, section in composed.read.items():
         if files.is_own(path):
             errors += (f"{path}: {error}" for error in file_errors(section))
@@ -221,6 +232,14 @@ def _composed_files(overrides: Sequence[Override], files: Files, errors: list[st
             f"begin it with `defaults: [{name}, _self_]`"
         )
     return composed.config
+
+
+def _usual_key(key: str, composed: DictConfig) -> str:
+    """Return ``key``; for a size that the preset has another name for, that name."""
+    name = OmegaConf.select(composed, "strategy.name")
+    of_preset = group_values("strategy", name) if name in choices("strategy") else {}
+    usual = {f"strategy.{size}": f"strategy.{other}" for other, size in SIZES.items() if other in of_preset}
+    return usual.get(key, key)
 
 
 def _load(files: Files, words: Sequence[str]) -> Composed:
@@ -315,8 +334,10 @@ def _config(
     if isinstance(strategy, Mapping):
         name = str(strategy.get("name"))
         cls = strategy_config(name) if name in choices("strategy") else StrategyConfig
-        built = None if "strategy" in unknown else build(cls, _own_keys(cls, strategy, errors), "strategy", errors)
-        data["strategy"] = built or _placeholder(cls)
+        data["strategy"] = object.__new__(StrategyConfig)  # so that the other sections are checked too
+        if "strategy" not in unknown:
+            keys, make = _own_keys(cls, strategy, errors), getattr(cls, "make", cls)
+            data["strategy"] = build(cls, keys, "strategy", errors, make) or data["strategy"]
     config = build(Config, data, "", errors)
     return (None if errors else config), spec
 
@@ -359,12 +380,6 @@ def _own_keys(cls: type[StrategyConfig], strategy: Mapping[Any, Any], errors: li
     return own
 
 
-@functools.cache
-def group_values(group: str, name: str) -> Mapping[str, Any]:
-    """Return the keys that the file of a group that ships sets, with their values."""
-    return recorded_data(conf_dir() / group / f"{name}.yaml")
-
-
 def recorded_data(path: Path) -> dict[str, Any]:
     """Return the recorded configuration ``path`` as nested plain values.
 
@@ -400,8 +415,3 @@ def preset_sweep(words: Sequence[str]) -> dict[str, str]:
         if (value := plain(section.get(key, default))) != default:
             preset.setdefault(f"sweep.{key}", str(value))
     return preset
-
-
-def _placeholder(cls: type[StrategyConfig]) -> StrategyConfig:
-    """Return an empty instance in place of an invalid strategy, so that the other sections are checked too."""
-    return object.__new__(cls)

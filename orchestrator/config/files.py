@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from orchestrator.config.text import did_you_mean
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
@@ -140,6 +142,32 @@ def summary(group: str, name: str, files: Files = SHIPPED) -> str:
     lines = [] if path is None else path.read_text(encoding="utf-8", errors="replace").splitlines()
     comments = (line.lstrip("# ") for line in lines[:2] if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@package")), "")
+
+
+FIXED = "fixed"
+"""The key under which the file of a preset has values that no command changes."""
+
+
+@functools.cache
+def _shipped(path: Path) -> Mapping[str, Any]:
+    """Return what a file that ships sets, and the files that it names."""
+    own = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parts = [own if n == "_self_" else _shipped(conf_dir() / f"{n[1:]}.yaml") for n in own.pop("defaults", ["_self_"])]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@functools.cache
+def group_values(group: str, name: str) -> Mapping[str, Any]:
+    """Return the keys that the file of a group that ships sets, with their values."""
+    values = _shipped(conf_dir() / group / f"{name}.yaml")
+    return {key: value for key, value in values.items() if key != FIXED}
+
+
+def preset_values(name: str) -> Mapping[str, Any]:
+    """Return the values of all keys of a mesh in a preset, of those that it does not open too."""
+    neutral = {key: value for file in conf_dir().glob("mesh/*.yaml") for key, value in _shipped(file).items()}
+    own = _shipped(conf_dir() / f"strategy/{name}.yaml")
+    return {**neutral, **group_values("strategy", name), **own.get(FIXED, {})}
 
 
 KINDS = ("job", "hydra", "all")

@@ -17,6 +17,7 @@ from orchestrator.config.files import GROUPS, Files, choices, summary
 from orchestrator.config.job_source import fields_in_source
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.config.synonyms import SIZES
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.config.typed import Typed, merged
 
@@ -90,17 +91,19 @@ def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str
     lines += [_entry(name, summary("strategy", name, files)) for name in choices("strategy", files)]
     lines += ["", "Keys (key=value; shown with their current values)", *_keys(config, "")]
     for section in SECTIONS:
-        entries = _job_fields(config) if section == "job" else _keys(getattr(config, section), f"{section}.")
+        of = strategy_config(config.strategy.name) if section == "strategy" else None
+        entries = _job_fields(config) if section == "job" else _keys(getattr(config, section), f"{section}.", of)
         lines += ["", *entries]
     return "\n".join([*lines, "", OPTIONS])
 
 
-def _keys(section: Any, prefix: str) -> Iterator[str]:
-    hints = get_type_hints(type(section))
-    for field in dataclasses.fields(section):
+def _keys(section: Any, prefix: str, cls: type[Any] | None = None) -> Iterator[str]:
+    cls = cls or type(section)
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
         if "meaning" not in field.metadata:
             continue
-        value, meaning = getattr(section, field.name), field.metadata["meaning"]
+        value, meaning = getattr(section, SIZES.get(field.name, field.name)), field.metadata["meaning"]
         if get_origin(hints[field.name]) is Literal:
             meaning += f" ({', '.join(get_args(hints[field.name]))})"
         key = f"{prefix}{field.name}"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.config.build import ConfigError, type_hints
-from orchestrator.config.compose import group_values
+from orchestrator.config.files import group_values
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
-from orchestrator.config.schema import Config, StrategyConfig
+from orchestrator.config.schema import Config
 from orchestrator.config.text import did_you_mean
 from orchestrator.config.typed import Typed, plain
 from orchestrator.job import Job
@@ -37,7 +37,7 @@ _LIMITS = {"minimum": "minimum", "above": "exclusiveMinimum", "maximum": "maximu
 
 def json_schema(
     config: Config,
-    strategies: Mapping[str, type[StrategyConfig]],
+    strategies: Mapping[str, type[Any]],
     job: type[Job] | None,
     redactor: Redactor,
     section: str | None = None,
@@ -87,7 +87,7 @@ def _section(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "description": description, "properties": properties, "additionalProperties": False}
 
 
-def _strategy(name: str, cls: type[StrategyConfig]) -> dict[str, Any]:
+def _strategy(name: str, cls: type[Any]) -> dict[str, Any]:
     schema = _section(cls, group_values("strategy", name))
     schema["properties"]["name"] = {"const": name}
     return {**schema, "title": name}

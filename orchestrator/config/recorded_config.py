@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 
 from orchestrator.config.arguments import read_arguments
 from orchestrator.config.compose import job_spec, recorded_data
-from orchestrator.config.files import GROUPS
+from orchestrator.config.files import GROUPS, group_values
 from orchestrator.config.job_loader import unmasked
 from orchestrator.config.overrides import values
 from orchestrator.config.schema import Config, JobSpec
+from orchestrator.config.synonyms import SIZES
 from orchestrator.config.typed import plain
 
 _OF_ITS_TRAINING = frozenset(
@@ -63,7 +64,12 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Return the configuration as nested plain values, with the job's class under ``_target_`` as in the files."""
     data = plain(dataclasses.asdict(config, dict_factory=_with_lists))
     written = {"job": _written(data["job"]), "callbacks": [_written(callback) for callback in data["callbacks"]]}
-    return {**data, **written}
+    return {**data, **written, "strategy": _opened(data["strategy"])}
+
+
+def _opened(strategy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a strategy that can be set, by the names in its file."""
+    return {key: strategy[SIZES.get(key, key)] for key in group_values("strategy", strategy["name"])}
 
 
 def _written(spec: Mapping[str, Any]) -> dict[str, Any]:

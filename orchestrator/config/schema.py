@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from orchestrator.config.build import option
 from orchestrator.config.eval_splits import TRAIN, check_metric, check_splits, metric_prefix
@@ -176,6 +176,17 @@ class DataConfig:
         "the cores per GPU, but at most 8",
         minimum=0,
     )
+    read: Literal["rank", "node", "run"] = option(
+        "who reads a stream: each rank all of it, or one process for all ranks of a node, or of the run, which get "
+        "their shares from it; a ray.data.Dataset is read once for the run, or for each node"
+    )
+    shuffle_window: int = option(
+        "number of consecutive rows of a ray.data.Dataset whose order is drawn anew in each epoch; 0: its own order",
+        minimum=0,
+    )
+    batches_ahead: int = option(
+        "global batches that are read ahead where one process reads for several ranks", minimum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +222,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """The keys that every strategy has. Each strategy adds its own in a subclass, in its own module.
+    """The keys that every strategy has. Strategies add their own in :mod:`orchestrator.strategies.keys`.
 
     Raises:
         ValueError: ``num_workers`` is a range that the strategy does not support, or not a valid range.
@@ -224,14 +235,16 @@ class StrategyConfig:
         minimum=1,
     )
 
-    elastic: ClassVar[bool] = False
-    """Whether ``num_workers`` may be a range."""
-
     @classmethod
     def of(cls, options: StrategyConfig) -> Self:
         """Return ``options``, which are known to have the keys of this class."""
         assert isinstance(options, cls)
         return options
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ``num_workers`` may be a range."""
+        return False
 
     @property
     def gathers(self) -> bool:

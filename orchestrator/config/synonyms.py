@@ -91,6 +91,9 @@ _REMEDIES = {word: f"use {key}" for key, words in NAMES.items() for word in word
 }
 
 
+SIZES = {"shard_size": "shard", "pipeline_parallel_size": "pipeline"}
+"""Sizes of a mesh, by other names that presets have for them."""
+
 _STRATEGIES = {
     "fsdp, which is ZeRO-3": "deepspeed deepspeed_stage_3 zero zero3 zero_3 fsdp2 fully_shard fully_sharded full_shard",
     "ddp strategy.shard_optimizer=true, which is ZeRO-1": "zero1 zero_1 deepspeed_stage_1 zero_redundancy_optimizer",

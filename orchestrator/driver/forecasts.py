@@ -32,7 +32,6 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
 from orchestrator.strategies.checks.model_work import UNFUSED
 from orchestrator.strategies.checks.traced_job import TracedJob
-from orchestrator.strategies.keys import MeshConfig
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
 """What is planned for GPUs where the command line does not say it."""
@@ -127,7 +126,7 @@ def _workers(config: Config, cluster: Cluster) -> int:
 def _numbers_of_workers(config: Config, cluster: Cluster) -> list[int]:
     """Return all workers, and what to try if these fit no layout: fewer of them, which several sizes divide."""
     every = _workers(config, cluster)
-    if not isinstance(config.strategy, MeshConfig) or config.strategy.num_workers != "auto":
+    if config.strategy.name != "mesh" or config.strategy.num_workers != "auto":
         return [every]
     fewer = {every // size * size for size in (2, 4, 8)} | {2 ** (every.bit_length() - 1)}
     return [every, *sorted(fewer - {0, every}, reverse=True)]

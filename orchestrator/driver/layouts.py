@@ -20,7 +20,6 @@ from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
 from orchestrator.strategies import registry
 from orchestrator.strategies.checks.traced_job import TracedJob
-from orchestrator.strategies.keys import MeshConfig
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
 """The largest sizes of dimensions that are tried."""
@@ -52,7 +51,7 @@ class Layouts:
         self._workers = workers if isinstance(workers, int) else cluster.devices
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
-        merged = isinstance(config.strategy, MeshConfig)
+        merged = config.strategy.name == "mesh"
         nodes, devices = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
         each = config.cluster.cpus_per_worker
         self._nodes = tuple(
@@ -95,7 +94,7 @@ class Layouts:
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
         devices, layers = self._workers, self._job.work.layers
-        if not isinstance(self._config.strategy, MeshConfig):
+        if self._config.strategy.name != "mesh":
             yield {}
             return
         most_stages = min(LARGEST["pipeline"], layers)

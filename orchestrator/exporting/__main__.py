@@ -29,12 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator.compat.ray import refused
 from orchestrator.compat.torch import as_bytes, pytree
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.redact import MASK, Redactor, masked_output
 from orchestrator.config.schema import JobSpec
-from orchestrator.exporting.comparison import LIMITS, difference, example_batch, run_trained, said
+from orchestrator.exporting.comparison import LIMITS, data_of, difference, example_batch, run_trained, said
 from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
@@ -111,7 +112,7 @@ def _export_run(run_dir: RunDir, folder: Path, exports: Collection[str]) -> Fact
     try:
         with exits_refused(), masked_output(redactor):
             job = _job(spec, redactor)
-            dataset = job.dataset("train")
+            dataset = data_of(job, "train")
             if "dataset" in exports:
                 facts = replace(facts, dataset=dataset_facts(spec, dataset))
             if tensors is not None:
@@ -255,5 +256,6 @@ def _bytes_of(value: Any) -> bytes:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    refused.refuse()
     main(staged_run(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:])
     os._exit(0)  # threads of a dataset must not keep this process

@@ -32,7 +32,7 @@ from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.state.manifest import CheckpointError
 from orchestrator.state.model_state import own_tensors
-from orchestrator.strategies.data.datasets import is_stream
+from orchestrator.strategies.data.datasets import is_stream, needs_feeder
 from orchestrator.user_code.errors import error_text, exits_refused
 from orchestrator.user_code.steering import steer_as_trained
 
@@ -149,7 +149,7 @@ def example_inputs(job: Job) -> tuple[Any, str]:
     for split in ("val", "train"):
         try:
             seed_generators(0)
-            if (dataset := job.dataset(split)) is not None:
+            if (dataset := data_of(job, split)) is not None:
                 return split_batch(example_batch(job, dataset, _SAMPLES))[0], f"samples of {split!r}"
         except Exception as e:  # of any type: the code of the job
             problem = e
@@ -157,6 +157,17 @@ def example_inputs(job: Job) -> tuple[Any, str]:
     if (inputs := job.example_inputs()) is None:
         raise problem
     return inputs, "an input of the right form"
+
+
+def data_of(job: Job, split: str) -> Any:
+    """Return the data of a split; None if there is none, or if only tasks of a cluster can read it."""
+    try:
+        dataset = job.dataset(split)
+    except Exception as e:
+        if type(e).__module__.startswith("ray."):  # which this process must not start
+            return None
+        raise
+    return None if needs_feeder(dataset) else dataset
 
 
 def example_batch(job: Job, dataset: Any, size: int) -> Any:

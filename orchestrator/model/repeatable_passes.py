@@ -184,6 +184,7 @@ class ExpectedNumbers(TorchDispatchMode):
 
     Attributes:
         drew: whether any were drawn.
+        dtypes: the floating-point types of results that have 16 bits.
     """
 
     def __init__(self, before_write: Callable[[Tensor], None] | None = None, *, communicates: bool = False) -> None:
@@ -194,6 +195,7 @@ class ExpectedNumbers(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.drew = False
+        self.dtypes: set[torch.dtype] = set()
         self._before_write = before_write
         self._communicates = communicates
 
@@ -207,7 +209,10 @@ class ExpectedNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.drew = True
             return _expected(func, args, kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
+            self.dtypes.add(out.dtype)
+        return out
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import Config
@@ -12,7 +13,7 @@ from orchestrator.planning.memory import UNKNOWN, MemoryLimit, NodeShare
 from orchestrator.planning.mesh import workers_on_node, workers_on_nodes
 
 if TYPE_CHECKING:
-    from orchestrator.planning.plan import Node
+    from orchestrator.planning.plan import Node, Plan
 
 
 def find_workers_per_node(
@@ -112,6 +113,25 @@ def _capacity_errors(
             "lower it or cluster.cpus_per_worker, or add nodes"
         ]
     return []
+
+
+def cpus_for_data(plan: Plan, nodes: Sequence[Node] | None) -> tuple[str, str | None]:
+    """Return a note on the CPUs for tasks that read the data beside the workers, and an error if there are none.
+
+    ``nodes``: None for a Ray that counts no CPUs.
+    """
+    where = "the data is read by tasks beside the workers"
+    if nodes is None:
+        return f"{where}, on the cores of this machine", None
+    total, workers = sum(node.cpus for node in nodes), plan.world_size + plan.spares
+    left = total - workers * plan.cpus_per_worker
+    note = f"{where}, on {left:g} of {total:g} CPUs"
+    if left >= 1:
+        return note, None
+    return note, (
+        f"job.dataset: {where}, and {workers} x {plan.cpus_per_worker:g} of the {total:g} CPUs are for them; lower "
+        "strategy.num_workers or cluster.cpus_per_worker, or add nodes"
+    )
 
 
 def _requested(config: Config, num_workers: int, *, num_servers: int = 0) -> str:

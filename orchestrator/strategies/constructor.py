@@ -29,7 +29,7 @@ from orchestrator.model.partial_init import FakeModel, build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.repeated_blocks import with_blocks
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.transforms.blocks import uses_blocks
 from orchestrator.user_code.errors import JobError
 
@@ -169,7 +169,7 @@ def changed_weights(outline: Outline, train_set: Any = None) -> list[str]:
     with contextlib.suppress(Exception), drawing(0):  # whatever the job raises, training will say it
         whole = outline.whole
         inputs, _ = map_tensors(
-            whole.fake_like, example_batch(job, job.dataset("train") if train_set is None else train_set, 2)
+            whole.fake_like, example_batch(job, opened_dataset(job, "train", 0) if train_set is None else train_set, 2)
         )
         weights, writes = Weights(whole.model), Writes()
         with contextlib.suppress(Exception), whole.mode, precision.autocast(), writes:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.process_groups import new_nccl_group
-from orchestrator.model.stages import Shared
+from orchestrator.model.stages.own_stages import Shared
 from orchestrator.planning.mesh import Dimension
 from orchestrator.strategies.rank_context import Context
 

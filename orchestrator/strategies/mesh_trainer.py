@@ -40,17 +40,17 @@ from orchestrator.strategies.data.batch_parts import (
 )
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
 from orchestrator.strategies.measure.job_metrics import EvalSums, SumCheck, train_metrics
 from orchestrator.strategies.owner import Own, Shards
 from orchestrator.strategies.parts.part import ModelPart
+from orchestrator.strategies.parts.shard_options import gathered_at_once
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.recovery import Recovery
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD
 from orchestrator.strategies.saving import gathered, own_share, saves
-from orchestrator.strategies.sharded.shard_options import gathered_at_once
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.sums.mesh_reduction import MeshReduction
 from orchestrator.strategies.sums.sums import Sums
@@ -117,7 +117,7 @@ class MeshTrainer(Trainer):
         slots = slots_of(config.strategy, mesh)
         if not slots.gathers:
             return 0.0
-        options = ShardedConfig.of(config.strategy)
+        options = MeshConfig.of(config.strategy)
         share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
         if not slots.stages or options.reshard_after_forward:
             return gathered_at_once(options, model, share=share)

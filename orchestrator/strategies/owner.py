@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import copy_all
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.planning.mesh import DENSE
 from orchestrator.planning.placement import AxisCut, Box, Placement, Shape, is_divisible
 from orchestrator.strategies.update.gradients import buckets

@@ -6,22 +6,13 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orchestrator.config.schema import StrategyConfig
-from orchestrator.strategies.keys import BY_STRATEGY
+from orchestrator.strategies.keys import BY_STRATEGY, PRESETS, keys_of
 
 if TYPE_CHECKING:
     from orchestrator.strategies.rules import Rules
 
 MODULES: Mapping[str, str] = {
-    "single": "presets.replicas",
-    "ddp": "presets.replicas",
-    "fsdp": "presets.shards",
-    "hsdp": "presets.shards",
-    "model_parallel": "presets.pipelines",
-    "pipeline": "presets.pipelines",
-    "ddp_pipeline": "presets.pipelines",
-    "fsdp_pipeline": "presets.pipelines",
-    "mesh": "presets.product",
+    **dict.fromkeys(PRESETS, "presets.product"),
     "dp": "replicated.dp",
     "hogwild": "asynchronous.hogwild",
     "locked_sgd": "asynchronous.hogwild",
@@ -36,12 +27,12 @@ S = TypeVar("S", bound="type[Rules[Any]]")
 _STRATEGIES: dict[str, type[Rules[Any]]] = {}
 
 
-def register(name: str) -> Callable[[S], S]:
-    """Register the decorated class as the strategy ``name``, which ``MODULES`` and ``BY_STRATEGY`` have too."""
+def register(*names: str) -> Callable[[S], S]:
+    """Register the decorated class as the strategies ``names``, which ``MODULES`` and ``BY_STRATEGY`` have too."""
 
     def add(cls: S) -> S:
-        cls.config_class = BY_STRATEGY[name]
-        _STRATEGIES[name] = cls
+        cls.config_class = BY_STRATEGY[names[0]]
+        _STRATEGIES.update(dict.fromkeys(names, cls))
         return cls
 
     return add
@@ -59,6 +50,6 @@ def load(name: str) -> type[Rules[Any]]:
     return _STRATEGIES[name]
 
 
-def config_class(name: str) -> type[StrategyConfig]:
-    """Return the dataclass of the keys of the strategy ``name``. Raises KeyError if there is none."""
-    return BY_STRATEGY[name]
+def config_class(name: str) -> type[Any]:
+    """Return a dataclass of the keys that the strategy ``name`` has. Raises KeyError if there is none."""
+    return keys_of(name) if name in PRESETS else BY_STRATEGY[name]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
-from orchestrator.strategies.keys import ReplicatedConfig, ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ _PARTS = {
 
 def slots_of(options: StrategyConfig, mesh: Mesh) -> Slots:
     """Return the slots for the keys of a synchronous strategy and a mesh that they make."""
-    divides_optimizer = isinstance(options, ReplicatedConfig) and options.shard_optimizer
+    keys = MeshConfig.of(options)
     return Slots(
         stages=mesh.pipeline > 1,
-        gathers=isinstance(options, ShardedConfig) and mesh.num_shards > 1 and not divides_optimizer,
-        divides_optimizer=divides_optimizer,
+        gathers=keys.opens("wrap") and mesh.num_shards > 1 and not keys.shard_optimizer,
+        divides_optimizer=keys.shard_optimizer,
         together=mesh.workers_per_sample > 1,
     )

@@ -40,7 +40,7 @@ from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.compared_trainer import ComparedTrainer
 from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
-from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
@@ -80,7 +80,7 @@ class Trainer(ComparedTrainer):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options, synchronized = config.strategy, False
-        if isinstance(options, ReplicatedConfig):
+        if isinstance(options, MeshConfig) and options.opens("bucket_mb"):
             errors += option_errors(options, config.train, outline.job, plan)
             synchronized = options.sync_batchnorm
         errors += diverging_errors(outline.model, plan)

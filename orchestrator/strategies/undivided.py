@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,12 +93,14 @@ class Passed:
         gradients: what is known of those of the trained parameters; None if only an evaluation was made.
         buffers: those that forward passes have changed, as the first replica leaves them.
         drew: whether random numbers were drawn, and replaced by their expected values.
+        dtypes: the 16-bit types in which the model has computed something.
     """
 
     figures: Mapping[str, float]
     gradients: Gradients | None
     buffers: Mapping[str, Tensor]
     drew: bool
+    dtypes: Collection[torch.dtype]
 
 
 class CutShortError(Exception):
@@ -201,7 +203,7 @@ class Undivided:
             finally:
                 self._kept.restore()
                 self.model.zero_grad()
-        return Passed(figures=figures, gradients=gradients, buffers=buffers, drew=numbers.drew)
+        return Passed(figures=figures, gradients=gradients, buffers=buffers, drew=numbers.drew, dtypes=numbers.dtypes)
 
     @torch.no_grad()
     def _begin(self, seed: int, rounding: float) -> None:

@@ -28,7 +28,7 @@ from orchestrator.compat.process_groups import is_broken_connection
 from orchestrator.compat.torch import as_bytes, eager
 from orchestrator.model.batch import tensors_in
 from orchestrator.model.failed_call import error_with_place
-from orchestrator.model.proving import TOLERANCE
+from orchestrator.model.proofs.proving import TOLERANCE
 from orchestrator.model.repeatable_passes import ExpectedNumbers
 from orchestrator.model.values_on_demand import ChangedValueError
 from orchestrator.planning.placement import Box
@@ -312,7 +312,8 @@ class _Comparison:
             return [apart_from(reference.passed, passed, one) for one in apart]
 
         drawn = changes(seed=self._seed + 1)
-        unit = max(torch.finfo(dtype).eps for dtype in self._trainer.compared_dtypes) / 2
+        dtypes = [*self._trainer.compared_dtypes, *reference.passed.dtypes]
+        unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
         rounded = [changes(seed=self._seed, rounding=unit * (1 + number)) for number in range(ROUNDINGS)]
         least = FACTOR * unit if unit > TOLERANCE else 0.0  # sums in 16 bits round, whatever the weights are
         limits = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.compat.torch import as_bytes
-from orchestrator.model.proving import NEGLIGIBLE, TOLERANCE
+from orchestrator.model.proofs.proving import NEGLIGIBLE, TOLERANCE
 from orchestrator.planning.placement import Box
 from orchestrator.state.model_state import own_tensors
 from orchestrator.state.transport import broadcast_json, broadcast_tensors, gather_json, messages_of

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.model.cut import balance
+from orchestrator.model.stages.cut import balance
 from orchestrator.planning.memory import WorkerMemory, gathered_bytes
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout

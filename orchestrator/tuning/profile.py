@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.model.cut import Layer
+from orchestrator.model.stages.cut import Layer
 
 MIB = 2**20
 

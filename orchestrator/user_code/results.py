@@ -76,7 +76,7 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _needed_argument(function: Any) -> str | None:
+def needed_argument(function: Any) -> str | None:
     """Return the name of an argument that has to be given to ``function``; None if it needs none."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -99,7 +99,7 @@ def optimizer_problem(result: Any) -> str | None:
 
 def needs_closure(optimizer: Any) -> bool:
     """Return whether the optimizer itself asks for the loss and the gradients, as ``LBFGS`` does."""
-    return _needed_argument(optimizer.step) == _CLOSURE
+    return needed_argument(optimizer.step) == _CLOSURE
 
 
 def _scheduler_problem(result: Any) -> str | None:
@@ -120,7 +120,7 @@ def _stepping_problem(
 ) -> str | None:
     if isinstance(result, type) or not all(hasattr(result, name) for name in attributes):
         return f"returns {kind_of(result)}; return {wanted}"
-    if (argument := _needed_argument(result.step)) not in (None, given):
+    if (argument := needed_argument(result.step)) not in (None, given):
         return (
             f"returns {kind_of(result)}, whose step() needs the argument {argument!r}, which the run does not have; "
             f"use {remedy}"

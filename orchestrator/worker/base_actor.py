@@ -272,19 +272,32 @@ class BaseWorker(abc.ABC):
     def _set_up(self, environment: messages.WorkerEnvironment) -> None:
         """Set up what lasts as long as the process, and load the job and the callbacks."""
         self.redactor.learn(environment.config)
-        if environment.working_dir is not None and Path(environment.working_dir).is_dir():
-            os.chdir(environment.working_dir)
-        sys.path.extend(p for p in environment.import_paths if p not in sys.path)
         errors: list[str] = []
-        # The pickle refers to modules that the working directory and the paths above make importable.
-        given = None if environment.pickled_job is None else ray.cloudpickle.loads(environment.pickled_job)
-        if given is not None:
-            self.redactor.learn(given)
-        job = given if given is not None else load_job(environment.config.job, errors, self.redactor)
+        self.job = job_of(environment, self.redactor)
         self.callbacks = load_callbacks(environment.config.callbacks, errors, self.redactor)
-        if job is None or errors:
+        if errors:
             raise ValueError("\n".join(errors))
-        self.job = job
+
+
+def job_of(environment: messages.WorkerEnvironment, redactor: Redactor) -> Job:
+    """Return the job, which this process can import from now on. Changes the working directory.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    if environment.working_dir is not None and Path(environment.working_dir).is_dir():
+        os.chdir(environment.working_dir)
+    sys.path.extend(p for p in environment.import_paths if p not in sys.path)
+    errors: list[str] = []
+    # The pickle refers to modules that the working directory and the paths above make importable.
+    if environment.pickled_job is not None:
+        given: Job = ray.cloudpickle.loads(environment.pickled_job)
+        redactor.learn(given)
+        return given
+    job = load_job(environment.config.job, errors, redactor)
+    if job is None or errors:
+        raise ValueError("\n".join(errors))
+    return job
 
 
 def _worker_info() -> messages.WorkerInfo:

@@ -20,7 +20,6 @@ from orchestrator.protocol.messages import Assignment, Outcome, PendingCheckpoin
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.batch_parts import NOT_COMPARED
-from orchestrator.strategies.data.datasets import is_stream, opened_dataset
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.anomalies import detecting_anomalies
@@ -208,10 +207,7 @@ class Loop:
                 warner=self._warner,
             )
             startup["dataset_s"] = -began + (began := time.perf_counter())
-            sample_source: Any = self._data.datasets.train
-            if is_stream(sample_source):
-                sample_source = opened_dataset(self.job, "train", self.config.seed)  # a stream may count its iterators
-            self.strategy.setup(sample_source)
+            self.strategy.setup(self._data.sample_source())
         checkpoint = loaded_checkpoint(self.assignment, self.strategy, on_progress=self.outbox.progress)
         wait_for_others()
         self.strategy.attach()
@@ -239,9 +235,7 @@ class Loop:
         checks = self.config.train.check != "never" and not self._only_evaluates
         if checks and self.assignment.generation == 1 and sources is None:
             compared_at = time.perf_counter()
-            self._compare(
-                opened_dataset(self.job, "train", self.config.seed) if is_stream(sample_source) else sample_source
-            )
+            self._compare(self._data.sample_source())
             startup["compare_s"] = time.perf_counter() - compared_at
         evaluates = bool(self._data.datasets.evaluated and self.config.train.eval_every)
         if self.assignment.generation == 1 and (note := self._evaluations.steered.note(evaluates=evaluates)):

@@ -1,4 +1,4 @@
-"""A port of docs/your-model.md as its reader runs it: the file copied into a directory, and the command of the page."""
+"""A port of docs/ports.md as its reader runs it: the file copied into a directory, and the command of the page."""
 
 import json
 import shutil

@@ -71,6 +71,8 @@ class Internal(StrEnum):
     PACKAGE_URI = "ray._private.runtime_env.packaging.get_uri_for_package"
     PACKAGE_EXISTS = "ray._private.runtime_env.packaging.package_exists"
     PIN_PACKAGE = "ray._private.runtime_env.packaging.pin_runtime_env_uri"
+    WORKER = "ray._private.worker.global_worker"
+    STARTS_BY_ITSELF = "ray._private.auto_init_hook.enable_auto_connect"
     UPLOAD_PACKAGE = "ray._private.runtime_env.packaging.upload_package_to_gcs"
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.job import Job, has_training_step
+from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, Plan, find_layout, make_plan
@@ -30,24 +32,48 @@ from orchestrator.state.optimizers import AnyOptimizer, ScheduleError, label_of,
 from orchestrator.state.train_state import TrainState, outline, restore
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.data.datasets import opened_dataset, size_error
+from orchestrator.strategies.data.datasets import (
+    FEEDING,
+    SAMPLES_OF,
+    NeedsFeederError,
+    opened_dataset,
+    size_error,
+)
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
 
+T = TypeVar("T")
 
-def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, errors: list[str]) -> tuple[str, ...]:
+
+def check_job(
+    rules: type[Rules[Any]],
+    config: Config,
+    job: Job,
+    plan: Plan,
+    errors: list[str],
+    *,
+    nodes: Sequence[Node] | None = None,
+) -> tuple[str, ...]:
     """Check in a child process whether ``job`` can be trained by ``plan``; arguments and result as ``rules.check``.
 
     If the child dies, this is an error where the workers would build the model in the same way, and else a note.
+
+    Args:
+        nodes: those whose CPUs read data that needs tasks; None if these are not counted.
     """
+
+    on_tasks: list[str] = []
 
     def check() -> tuple[tuple[str, ...], list[str]]:
         found: list[str] = []
+        if config.plan:  # which says what reads the data; the workers of a run open it anyway
+            with contextlib.suppress(Exception):
+                opened_dataset(job, "train", config.seed)
         return rules.check(config, job, plan, found), found
 
     try:
-        notes, found = in_child(check, timeout_s=config.recovery.build_max_s)
+        notes, found = _with_samples(config, job, check, on_tasks=on_tasks)
     except ChildDiedError as e:
         what = f"a process that built the job's model without memory, to check it, {e}"
         if plan.pipeline is None:
@@ -58,7 +84,28 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
         )
         return ()
     errors += found
+    if on_tasks:
+        note, error = cpus_for_data(plan, nodes)
+        errors += [] if error is None else [error]
+        notes = (*notes, note)
     return notes
+
+
+def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks: list[str]) -> T:
+    """Return what ``check`` finds in a child, with the first samples of data that only the cluster can read.
+
+    ``on_tasks``: receives the splits of which it wants samples. Raises as :func:`in_child`.
+    """
+    try:
+        while True:
+            try:
+                return in_child(check, timeout_s=config.recovery.build_max_s)
+            except NeedsFeederError as e:
+                (split,) = e.args
+                on_tasks.append(split)
+                SAMPLES_OF[split] = importlib.import_module(FEEDING).first_samples(job, split, config.seed)
+    finally:
+        SAMPLES_OF.clear()
 
 
 def continuation_errors(
@@ -87,7 +134,7 @@ def _data_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, 
     """Return whether the training set has another size; empty if it cannot be opened here."""
     try:
         dataset = opened_dataset(job, "train", config.seed)
-    except Exception:  # the data may be on the workers alone
+    except (Exception, NeedsFeederError):  # the data may be on the workers alone
         return []
     error = size_error(dataset, meta, step=step_of(checkpoint.name), checkpoint=checkpoint)
     return [] if error is None else [error]
@@ -286,4 +333,7 @@ class _PlannedSizes:
         return self._job_checks[number]
 
     def _check_job(self, config: Config, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        return () if self._job is None else check_job(self._rules, config, self._job, plan, errors)
+        if self._job is None:
+            return ()
+        nodes = None if self._oversubscribe_cpus else self._nodes
+        return check_job(self._rules, config, self._job, plan, errors, nodes=nodes)

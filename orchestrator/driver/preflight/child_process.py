@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from orchestrator.compat import deferred_dynamo
+from orchestrator.compat.ray import refused
 from orchestrator.compat.torch import refused_in_fork
 from orchestrator.driver.code.worker_code import pickled_with_code
 from orchestrator.records.lock import end_with_parent
@@ -52,6 +53,7 @@ def in_child(function: Callable[[], T], *, timeout_s: float) -> T:
 
     Raises:
         ChildDiedError: the child was killed, crashed, or did not return in time.
+        NeedsFeederError: ``function`` has asked for samples that only a cluster can read.
         Exception: whatever ``function`` raises, with its traceback as a note.
     """
     try:
@@ -119,15 +121,16 @@ def _serve(function: Callable[[], object], sender: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
+    refused.refuse()
     deferred_dynamo.install()
-    with refused_in_fork() as refused:
+    with refused_in_fork() as no_backward:
         try:
             with exits_refused():
                 message = pickle.dumps((function(), None))
         except BaseException as e:
             e.add_note(f"in a child process: {traceback.format_exc()}")
             message = pickle.dumps((None, _with_its_text(e)))
-    sender.send_bytes(pickle.dumps((None, _NoBackwardError())) if refused else message)
+    sender.send_bytes(pickle.dumps((None, _NoBackwardError())) if no_backward else message)
 
 
 def _with_its_text(error: BaseException) -> BaseException:

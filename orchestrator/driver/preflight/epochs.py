@@ -13,7 +13,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
 from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.job import Job
-from orchestrator.strategies.data.datasets import opened_dataset, steps_per_epoch
+from orchestrator.strategies.data.datasets import NeedsFeederError, opened_dataset, steps_per_epoch
 from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.own_errors import own_error_in
 
@@ -57,6 +57,9 @@ def _steps_per_epoch(config: Config, job: Job, name: tuple[str, str], value: Epo
 
     try:
         found = in_child(length, timeout_s=config.recovery.build_max_s)
+    except NeedsFeederError as e:
+        unknown = "job.dataset('train') returns data that is read on the cluster, whose length is not known before"
+        raise ConfigError([f"{key}: {unknown}; give a number of steps"]) from e
     except ChildDiedError as e:
         raise ConfigError([f"{key}: a process that opened job.dataset('train') {e}; give a number of steps"]) from e
     except Exception as e:

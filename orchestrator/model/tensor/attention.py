@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.peers import Peers
 
 
 def has_divisible_heads(module: nn.Module) -> bool:

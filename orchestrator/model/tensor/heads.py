@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.modules import own_buffers
 from orchestrator.model.batch import map_leaves, tensors_in
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.peers import Peers
 from orchestrator.planning.placement import AxisCut
 
 if TYPE_CHECKING:
@@ -172,8 +172,12 @@ def _at_homes(
     def see(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             (first, *_), others = tensors_in((args, kwargs)), {**dict(enumerate(args[1:], 1)), **kwargs}
-            tensors = {key: value for key, value in others.items() if isinstance(value, Tensor) and value is not first}
-            places = {key: place for key, value in tensors.items() if (place := of(value, len(first))) is not None}
+            tensors = {key: value for key, value in others.items() if isinstance(value, Tensor)}
+            places = {
+                key: place
+                for key, value in tensors.items()
+                if value.shape != first.shape and (place := of(value, len(first))) is not None  # no other hidden state
+            }
             if places:
                 found[name] = places
 
@@ -199,27 +203,35 @@ class _Part:
         return whole.narrow(axis, self.index * size, size)
 
     def read_buffers(self, block: nn.Module, axes: Mapping[str, int]) -> None:
-        kept: dict[str, Tensor] = {}
+        for name, axis in axes.items():
+            path, _, attribute = name.rpartition(".")
+            # A stage may call a module without its block.
+            parts = ["", *itertools.accumulate(path.split("."), lambda one, other: f"{one}.{other}")] if path else [""]
+            self._read_buffer([block.get_submodule(part) for part in parts], attribute, axis)
 
-        def owners() -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
-            for name in axes:
-                path, _, attribute = name.rpartition(".")
-                yield name, own_buffers(block.get_submodule(path)), attribute
+    def _read_buffer(self, callers: Sequence[nn.Module], attribute: str, axis: int) -> None:
+        """Let a buffer of the last of some modules be a part of it while one of them is called."""
+        called: list[nn.Module] = []
+        kept: list[Tensor] = []
 
         def begin(module: nn.Module, args: Any) -> None:
-            for name, own, attribute in owners():
+            if not called:
+                own = own_buffers(callers[-1])
                 whole = own[attribute]
                 assert whole is not None
-                kept[name] = whole
-                own[attribute] = self.of(whole, axes[name])
+                kept.append(whole)
+                own[attribute] = self.of(whole, axis)
+            called.append(module)
 
         def end(module: nn.Module, args: Any, out: Any) -> None:
-            for name, own, attribute in owners():
-                if name in kept:
-                    own[attribute] = kept.pop(name)
+            if called and called[-1] is module:
+                called.pop()
+                if not called:
+                    own_buffers(callers[-1])[attribute] = kept.pop()
 
-        block.register_forward_pre_hook(begin)
-        block.register_forward_hook(end, always_call=True)
+        for module in callers:
+            module.register_forward_pre_hook(begin)
+            module.register_forward_hook(end, always_call=True)
 
     def read_arguments(self, module: nn.Module, places: Mapping[Place, Heads]) -> None:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:

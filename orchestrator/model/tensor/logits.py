@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orchestrator.compat.torch import FakeTensor, make_wrapper, mutates, pytree, version_of, without_torch_functions
-from orchestrator.model.tensor.peers import Peers
+from orchestrator.model.peers import Peers
 from orchestrator.model.tensor.region import enter, leave
 
 CHUNK_ELEMENTS = 2**24

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state
+from orchestrator.model.peers import Peers, is_differentiated
 from orchestrator.model.tensor.attention import divide_heads, has_divisible_heads
 from orchestrator.model.tensor.heads import HeadCuts
-from orchestrator.model.tensor.peers import Peers, is_differentiated
 from orchestrator.model.tensor.token_shards import Tokens, with_first
 from orchestrator.planning.placement import AxisCut, Box
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.model.batch import map_leaves
-from orchestrator.model.tensor.peers import Peers, is_differentiated
+from orchestrator.model.peers import Peers, is_differentiated
 
 AXIS = 1
 """That of the tokens, in tensors whose first axis is that of the samples, and whose last one is that of features."""

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from orchestrator.compat.modules import calls_through, own_parameters
 from orchestrator.compat.torch import FakeTensor, TorchDispatchMode, is_view_operator, storage_key
 from orchestrator.model.batch import tensors_in
+from orchestrator.model.peers import Peers
 from orchestrator.model.tensor.logits import DividedLogits, Share, gathered
-from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import enter, leave, part_of
 from orchestrator.planning.placement import AxisCut
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config, TrainConfig
+from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
@@ -42,7 +42,7 @@ from orchestrator.state.transport import broadcast_state, receive_state, send_st
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.keys import HogwildConfig, LockedSGDConfig
+from orchestrator.strategies.keys import LockedSGDConfig
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer
@@ -54,7 +54,7 @@ PROBES = 1024
 
 
 @register("hogwild")
-class HogwildRules(Rules[HogwildConfig]):
+class HogwildRules(Rules[StrategyConfig]):
     """The rules of workers that update one model in the memory of a machine."""
 
     averages_weights = False
@@ -65,15 +65,15 @@ class HogwildRules(Rules[HogwildConfig]):
     cpu_only = "its workers share the memory of a machine, which GPUs cannot"
 
     @classmethod
-    def is_synchronous(cls, options: HogwildConfig) -> bool:
+    def is_synchronous(cls, options: StrategyConfig) -> bool:
         return False
 
     @classmethod
-    def plan_layout(cls, options: HogwildConfig, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
+    def plan_layout(cls, options: StrategyConfig, train: TrainConfig, num_workers: int, errors: list[str]) -> Layout:
         return Layout(mesh=Mesh(replicate=num_workers), one_node=True)
 
     @classmethod
-    def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
+    def trainer(cls, options: StrategyConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
         return Hogwild
 
 
@@ -297,7 +297,7 @@ class LockedRules(HogwildRules):
     """Workers with a lock."""
 
     @classmethod
-    def trainer(cls, options: HogwildConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
+    def trainer(cls, options: StrategyConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
         return LockedSGD
 
 

@@ -14,8 +14,8 @@ from orchestrator.compat.attention import FusedAttention
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.layers import Kept, kept_tensors
 from orchestrator.model.repeated_blocks import Block, blocks_of
+from orchestrator.model.stages.layers import Kept, kept_tensors
 from orchestrator.planning.memory import (
     Division,
     HostMemory,
@@ -30,7 +30,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import PipelineLayout
 from orchestrator.strategies.checks.optimizer_memory import NO_STATE, state_sizes
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.data.datasets import example_batch
+from orchestrator.strategies.data.datasets import example_batch, opened_dataset
 from orchestrator.strategies.peer_copies import KEPT
 
 _ALL_AT_ONCE = ("GPipe", "LoopedBFS")
@@ -250,7 +250,7 @@ def fake_loss(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused
         if isinstance(block, Block):
             # Selective keeps some, which cannot be seen here.
             block.__block_recomputes_fakes__ = block.__block_recomputes__ == "blocks"
-    batch = example_batch(job, job.dataset("train"), rows)
+    batch = example_batch(job, opened_dataset(job, "train", 0), rows)
     inputs, target = map_tensors(whole.fake_like, batch)
     with (
         contextlib.ExitStack() as replaced,

@@ -8,9 +8,9 @@ from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.strategies.checks.optimizer_shards import check_optimizer_shards
 from orchestrator.strategies.checks.stage_checks import check_stages
 from orchestrator.strategies.constructor import Outline, diverging_errors
-from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.keys import MeshConfig
+from orchestrator.strategies.parts.shard_options import check_shards, part_errors
 from orchestrator.strategies.replicated.ddp_options import bucket_notes
-from orchestrator.strategies.sharded.shard_options import check_shards, part_errors
 from orchestrator.strategies.slots import Slots, slots_of
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.transforms.every import check_parts, divides_layers, outline_of_parts
@@ -30,7 +30,7 @@ def check_mesh(config: Config, outline: Outline, plan: Plan, errors: list[str]) 
     if slots.divides_optimizer:
         notes = (*notes, *check_optimizer_shards(outline_of_parts(outline, plan.mesh), plan, errors))
     if slots.has_buckets:
-        notes = (*notes, *bucket_notes(ReplicatedConfig.of(config.strategy), outline.model, plan))
+        notes = (*notes, *bucket_notes(MeshConfig.of(config.strategy), outline.model, plan))
     return notes
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from orchestrator.compat.torch import TorchDispatchMode, pytree, reads_number
 from orchestrator.job import Job
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.state.optimizer_state import optimizers_in
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 from orchestrator.user_code.results import needs_closure

@@ -23,7 +23,7 @@ from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import adopt_user_state, pytree
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.job import Job, has_training_step
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.planning.memory import size_text
 from orchestrator.planning.placement import Box, is_divisible
 from orchestrator.planning.plan import Plan

@@ -13,25 +13,33 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.batch import has_row_per_sample, map_tensors, split_batch, tensors_in
-from orchestrator.model.boundary import Boundary
-from orchestrator.model.cut import balance, cut_at
-from orchestrator.model.layers import change_their_input, flow
 from orchestrator.model.modes import evaluation_mode, note_on_dropout
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
-from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.stages import boundaries_of, sequence_of
+from orchestrator.model.stages.boundary import Boundary
+from orchestrator.model.stages.cut import balance, cut_at
+from orchestrator.model.stages.layers import change_their_input, flow
+from orchestrator.model.stages.own_stages import boundaries_of, sequence_of
+from orchestrator.model.stages.sequence import LayerSequence
 from orchestrator.model.tensor_slots import random_like
 from orchestrator.planning.mesh import even_shares
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES, note_on_size
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.batch_parts import spread
-from orchestrator.strategies.data.datasets import example_batch, is_stream, known_length, make_batch, ragged_error
-from orchestrator.strategies.keys import StagedConfig
+from orchestrator.strategies.data.datasets import (
+    Sampled,
+    example_batch,
+    is_stream,
+    known_length,
+    make_batch,
+    opened_dataset,
+    ragged_error,
+)
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 from orchestrator.strategies.measure.job_metrics import is_scalar, loss_reads
-from orchestrator.strategies.pipelined.stage_builder import recorded_call
+from orchestrator.strategies.parts.stage_builder import recorded_call
 from orchestrator.strategies.transforms.every import used_in
 from orchestrator.strategies.update.job_optimizer import optimizer_of_part
 
@@ -52,12 +60,12 @@ def check_stages(config: Config, outline: Outline, plan: Plan, errors: list[str]
         Notes for the user, printed with the plan.
     """
     job = outline.job
-    strategy, layout = StagedConfig.of(config.strategy), plan.pipeline
+    strategy, layout = MeshConfig.of(config.strategy), plan.pipeline
     assert layout is not None
     rows = plan.microbatch_rows
     split = () if strategy.split == "auto" else strategy.split
     try:
-        precision, train_set = outline.precision, job.dataset("train")
+        precision, train_set = outline.precision, opened_dataset(job, "train", config.seed)
 
         def as_called(inputs: Any) -> Any:
             for part in used_in(plan.mesh):
@@ -136,7 +144,7 @@ def _note_on_size(sequence: LayerSequence, inputs: Any, plan: Plan, precision: P
 def forward_flops(sequence: LayerSequence, inputs: Any, *, precision: Precision) -> int:
     """Count the floating-point operations of a forward pass with fake tensors.
 
-    Takes the arguments of :func:`~orchestrator.model.layers.flow`.
+    Takes the arguments of :func:`~orchestrator.model.stages.layers.flow`.
 
     Raises:
         Exception: an operation could not be counted, or the model raised it.
@@ -227,7 +235,7 @@ def _padding_error(config: Config, job: Job, split: str, output: Any, target: An
             f"padding of the last evaluation batch cannot be cut off; return a row for each sample, {remedy}"
         )
     limit = config.train.limit_eval_samples(split)
-    return error if error is not None and _is_padded(job.dataset(split), plan, limit) else None
+    return error if error is not None and _is_padded(opened_dataset(job, split, 0), plan, limit) else None
 
 
 def _loss_may_read(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
@@ -246,6 +254,8 @@ def _is_padded(dataset: Any, plan: Plan, limit: int | None) -> bool:
     rows, replicas = plan.microbatch_rows, plan.mesh.data_parallel_size
     if dataset is None:
         return False
+    if isinstance(dataset, Sampled):
+        return True  # as far as is known
     if is_stream(dataset):
         length = known_length(dataset) or sum(1 for _ in itertools.islice(dataset, limit))
         return min(length, limit or length) % rows != 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,54 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.ray.refused import is_refused
 from orchestrator.config.eval_splits import how_to_leave_out
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import leaves, split_batch, tensors_in
+from orchestrator.strategies.data.columns import Columns
 from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.results import kind_of
 
 SAMPLES = "dataset_samples"
 """The key in a checkpoint's metadata of the number of samples in the training set, if that is known."""
+FEEDING = "orchestrator.features.feeding"
+"""The package that reads data on a cluster, which nothing imports that does not need it."""
 STREAM = "stream"
 """The key in a checkpoint's metadata of the place where the training set can be read from, if that is a stream."""
 
 
 class DatasetError(ValueError):
     """The job's data cannot be used. The text explains it without a traceback."""
+
+
+class NeedsFeederError(BaseException):
+    """The samples of a split can be read only on the cluster, which this process is not connected to.
+
+    No ``Exception``, because checks suppress those of a job: the driver gets samples, and repeats the check.
+    """
+
+
+class Sampled:
+    """The first samples of a stream that only a cluster can read."""
+
+    def __init__(self, samples: Sequence[Any]):
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+SAMPLES_OF: dict[str, Sequence[Any] | str] = {}
+"""By split, what a forked process knows of data that it cannot read: samples, or why there are none."""
+
+
+def needs_feeder(dataset: Any) -> bool:
+    """Return whether tasks of a cluster read the data: a dataset of Ray Data, or a function that makes one."""
+    if type(dataset).__module__.startswith("ray.data."):
+        return True
+    has_samples = any(hasattr(dataset, name) for name in ("__iter__", "__getitem__"))
+    return callable(dataset) and not isinstance(dataset, type) and not has_samples
 
 
 def is_stream(dataset: Any) -> bool:
@@ -134,7 +167,20 @@ def steps_per_epoch(job: Job, dataset: Any, train: TrainConfig) -> float | None:
 def opened_dataset(job: Job, split: Split, seed: int) -> Any:
     """Return ``job.dataset(split)``, which divides or makes samples at random in the same way on every rank."""
     with drawing(seed):
-        return job.dataset(split)
+        try:
+            dataset = job.dataset(split)
+        except Exception as e:
+            if not type(e).__module__.startswith("ray.") or not is_refused():
+                raise
+            dataset = None
+        else:
+            if not (is_refused() and needs_feeder(dataset)):
+                return dataset
+    if split not in SAMPLES_OF:
+        raise NeedsFeederError(split)
+    if isinstance(samples := SAMPLES_OF[split], str):
+        raise DatasetError(f"job.dataset({split!r}) is read by tasks of a cluster, {samples}")
+    return Sampled(samples)
 
 
 def check_dataset(dataset: Any, *, split: Split) -> None:
@@ -152,11 +198,8 @@ def check_dataset(dataset: Any, *, split: Split) -> None:
             f"{where} returns a {kind}; return its .dataset instead, its collate_fn from job.collate, and weights for "
             "a weighted sampler from job.sample_weights(): train.global_batch_size and data.num_workers set the rest"
         )
-    if type(dataset).__module__.startswith("ray.data."):
-        raise DatasetError(
-            f"{where} returns a ray.data.{kind}, which has no position that a run could continue from; write it "
-            "with write_parquet(), and return datasets.load_dataset('parquet', ...) of the files"
-        )
+    if needs_feeder(dataset):
+        raise DatasetError(f"{where} returns a {kind}, which only the workers of a run can read")
     if isinstance(dataset, (str, bytes, Mapping, type)):
         raise DatasetError(f"{where} returns {kind_of(dataset)}; return a dataset of samples, such as a list of pairs")
     if is_stream(dataset):
@@ -198,9 +241,11 @@ def make_batch(collate: Callable[[list[Any]], Any] | None, items: Any) -> Any:
     Raises:
         JobError: there is none; the samples, or ``collate``, are to blame.
     """
+    if collate is not None and isinstance(items, Columns):
+        items = list(items.own())
     if collate is None:
         try:
-            return default_collate(items)
+            return items.batch() if isinstance(items, Columns) else default_collate(items)
         except (TypeError, KeyError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and "equal size" not in str(e) and unlike_sample(items) is None:
                 raise  # such as shared memory that is full

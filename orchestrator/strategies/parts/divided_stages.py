@@ -19,19 +19,18 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from orchestrator.config.schema import TrainConfig
-from orchestrator.model.boundary import Boundary
-from orchestrator.model.stages import Stage, state_of
+from orchestrator.model.stages.boundary import Boundary
+from orchestrator.model.stages.own_stages import Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.placement import Placement
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.owner import Own
+from orchestrator.strategies.parts.divided_model import DividedModel, IntoShards
+from orchestrator.strategies.parts.rehearsal import check_forward
+from orchestrator.strategies.parts.stage_builder import StageBuilder
 from orchestrator.strategies.parts.stages import Stages
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sums.into_shards import IntoShards
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
@@ -54,7 +53,7 @@ class GatheredStages(Stages):
         self._shared = built.shared
         self._divided = DividedStages(divided[0], built.stages)
         self._sequence, self._train_set = sequence, train_set
-        self._options = ShardedConfig.of(context.options)
+        self._options = MeshConfig.of(context.options)
 
     def module(self) -> nn.Module:
         return self._divided.module()

@@ -19,22 +19,21 @@ from orchestrator.job import Job
 from orchestrator.model.modes import evaluation_mode
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.planning.placement import Placement
 from orchestrator.protocol.metrics import MetricSpec, wait_metric
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.measure.job_metrics import EvalSums, Measure
 from orchestrator.strategies.owner import Own
+from orchestrator.strategies.parts.divided_model import DividedModel, IntoShards
 from orchestrator.strategies.parts.part import ModelPart
+from orchestrator.strategies.parts.rehearsal import check_forward
 from orchestrator.strategies.rank_context import Context
-from orchestrator.strategies.sharded.divided_model import DividedModel
-from orchestrator.strategies.sharded.rehearsal import check_forward
-from orchestrator.strategies.sums.into_shards import IntoShards
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.blocks import compile_in_place
@@ -122,7 +121,7 @@ class Gathered(ModelPart):
         divided = DividedModel(build, context, self.precision, placed=parts.placement)
         self.passes = ShardedModel(self.job_of_part, context, self.precision, divided)
         self._train_set: Dataset[Any] | None = train_set  # until the optimizer is made
-        self._options = ShardedConfig.of(context.options)
+        self._options = MeshConfig.of(context.options)
 
     def module(self) -> nn.Module:
         return self.passes.module()

@@ -26,10 +26,10 @@ from torch.utils.data import Dataset
 from orchestrator.compat.pipelining import sends_one_way
 from orchestrator.job import Job
 from orchestrator.model.batch import to_device
-from orchestrator.model.cut import Cut, balance, cut_at
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import Shared, Stage, state_of
+from orchestrator.model.stages.cut import Cut, balance, cut_at
+from orchestrator.model.stages.own_stages import Shared, Stage, state_of
 from orchestrator.planning.mesh import DENSE, TOKENS, even_shares
 from orchestrator.planning.placement import Placement
 from orchestrator.protocol.events import StageSummary
@@ -37,12 +37,12 @@ from orchestrator.state.transport import CPU
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.data.datasets import example_batch
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing, divided
-from orchestrator.strategies.keys import StagedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.owner import Own, Shards
+from orchestrator.strategies.parts.chain import Chain
 from orchestrator.strategies.parts.part import ModelPart
-from orchestrator.strategies.pipelined.chain import Chain
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder, recorded_call
-from orchestrator.strategies.pipelined.timed_stage import TimedStage
+from orchestrator.strategies.parts.stage_builder import StageBuilder, recorded_call
+from orchestrator.strategies.parts.timed_stage import TimedStage
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.sums.of_stages import OfStages
 from orchestrator.strategies.sums.sums import Sums
@@ -66,7 +66,7 @@ class Stages(ModelPart):
         self.stages: Sequence[Stage] = ()
         self._shared: Sequence[Shared] = ()
         self._costs: Sequence[float] | None = None
-        self._split = StagedConfig.of(context.options).split
+        self._split = MeshConfig.of(context.options).split
         self._host: dist.ProcessGroup | None = None
 
     def reassign(self, context: Context) -> None:

@@ -13,7 +13,7 @@ from orchestrator.model.tensor_slots import move, tensor_slots
 from orchestrator.planning.mesh import DENSE, TOKENS
 from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import MeshGroups
-from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.owner import Own, Shards
 from orchestrator.strategies.parts.part import ModelPart
 from orchestrator.strategies.rank_context import Context
@@ -60,7 +60,7 @@ class Whole(ModelPart):
     def prepare_sums(self, context: Context) -> None:
         if self.parts.each:
             return
-        options = ReplicatedConfig.of(context.options)
+        options = MeshConfig.of(context.options)
         if options.sync_batchnorm:
             self._norms = synchronize(self.module(), context.device)
         if options.comm_hook == "powersgd":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.keys import MeshConfig
 
 SMALLEST_COMPILED_BUCKET_MB = 1.0
 """The size of the first bucket of ``DistributedDataParallel``, in MiB."""
@@ -22,7 +22,7 @@ the backward pass only from the first complete bucket on; see Li et al., VLDB 20
 Accelerating Data Parallel Training"."""
 
 
-def option_errors(options: ReplicatedConfig, train: TrainConfig, job: Job, plan: Plan) -> list[str]:
+def option_errors(options: MeshConfig, train: TrainConfig, job: Job, plan: Plan) -> list[str]:
     """Return why the options cannot be combined with each other, or with the job."""
     errors: list[str] = []
     if has_training_step(job):
@@ -48,7 +48,7 @@ def option_errors(options: ReplicatedConfig, train: TrainConfig, job: Job, plan:
     return errors
 
 
-def bucket_notes(options: ReplicatedConfig, model: nn.Module | None, plan: Plan) -> tuple[str, ...]:
+def bucket_notes(options: MeshConfig, model: nn.Module | None, plan: Plan) -> tuple[str, ...]:
     """Return a note if ``strategy.bucket_mb=auto`` chooses other buckets for a ``model`` than torch does."""
     if options.bucket_mb != "auto" or plan.device == "cpu" or model is None:
         return ()
@@ -56,7 +56,7 @@ def bucket_notes(options: ReplicatedConfig, model: nn.Module | None, plan: Plan)
     return () if chosen_mb == SMALLEST_MB else (f"strategy.bucket_mb=auto: gradient buckets of {chosen_mb:g} MiB",)
 
 
-def _not_static(options: ReplicatedConfig, train: TrainConfig) -> list[str]:
+def _not_static(options: MeshConfig, train: TrainConfig) -> list[str]:
     """Return why the steps do not have one graph, as ``strategy.static_graph=true`` says."""
     key, errors = "strategy.static_graph=true", []
     if train.grad_accumulation > 1:
@@ -71,7 +71,7 @@ def _not_static(options: ReplicatedConfig, train: TrainConfig) -> list[str]:
     return errors
 
 
-def _unsupported(options: ReplicatedConfig, plan: Plan) -> list[str]:
+def _unsupported(options: MeshConfig, plan: Plan) -> list[str]:
     """Return an error for each option that cannot be combined with ``Job.training_step``."""
     errors = []
     if options.shard_optimizer:

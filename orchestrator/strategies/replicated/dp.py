@@ -29,7 +29,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
-from orchestrator.strategies.data.datasets import example_batch, ragged_error
+from orchestrator.strategies.data.datasets import example_batch, opened_dataset, ragged_error
 from orchestrator.strategies.keys import DPConfig
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
 from orchestrator.strategies.rank_context import Context
@@ -257,7 +257,9 @@ class DP(Trainer):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         job, rows = outline.job, plan.global_batch_size // plan.grad_accumulation
-        ragged = ragged_error(example_batch(job, job.dataset("train"), rows), rows, strategy=plan.strategy)
+        ragged = ragged_error(
+            example_batch(job, opened_dataset(job, "train", config.seed), rows), rows, strategy=plan.strategy
+        )
         if plan.devices_per_worker > 1:
             errors += [ragged] if ragged is not None else []
             if changed := changed_weights(outline):

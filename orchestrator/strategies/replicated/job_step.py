@@ -29,7 +29,7 @@ from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
 from orchestrator.strategies.base import StepResult
-from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated import gather
@@ -67,7 +67,7 @@ class JobStep(Trainer):
         for name, optimizer in self.optimizers.items():
             optimizer.register_step_pre_hook(functools.partial(self._before_update, name))
             optimizer.register_step_post_hook(_forget_casts)
-        if isinstance(options := self.context.options, ReplicatedConfig) and options.sync_batchnorm:
+        if isinstance(options := self.context.options, MeshConfig) and options.sync_batchnorm:
             synchronize(model, self.context.device)
 
     def _division(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.compat.modules import ddp_comm_ms, release_ddp, set_ddp_timing, without_buffer_broadcasts
-from orchestrator.strategies.keys import ReplicatedConfig
+from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD, average, average_in
@@ -42,7 +42,7 @@ class Buckets(Sums):
         self._norms = norms
         self._passes = passes
         self._parameters = [p for p in passes.model.parameters() if p.requires_grad]
-        self._options = options = ReplicatedConfig.of(context.options)
+        self._options = options = MeshConfig.of(context.options)
         # DDP divides gradients by the number of ranks, and a sum is needed: the loss has its global weight already.
         self.averages_over = context.mesh.world_size
         # At this level, DDP's errors name the parameters concerned.

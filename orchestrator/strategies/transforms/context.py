@@ -1,6 +1,6 @@
 """``context``: the workers of a group compute the same samples together, each some of their tokens.
 
-What that changes of a model is in :mod:`orchestrator.model.context_part`, and is proven before anything is trained.
+What that changes of a model is in :mod:`orchestrator.model.context.tokens`, and is proven before anything is trained.
 The loss is computed of a worker's tokens if the job's loss is a mean over tokens, and otherwise of the output for all
 of them.
 """
@@ -19,9 +19,9 @@ from orchestrator.compat.generators import drawing
 from orchestrator.config.schema import Config, StrategyConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
-from orchestrator.model.context_part import ContextPart
-from orchestrator.model.context_proof import Pass, prove
-from orchestrator.model.proven_model import ProvenModel
+from orchestrator.model.context.tokens import ContextPart
+from orchestrator.model.proofs.divided_tokens import Pass, prove
+from orchestrator.model.proofs.proven_model import ProvenModel
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.job import Job
-from orchestrator.model.context_division import Division, divide_tokens
-from orchestrator.model.context_part import ContextPart
+from orchestrator.model.context.division import Division, divide_tokens
+from orchestrator.model.context.tokens import ContextPart
 from orchestrator.strategies.measure.job_metrics import loss_of
 from orchestrator.strategies.reduction import Weight, divisor_of, on_device, weighted, without_gradient
 from orchestrator.strategies.transforms.loss_proof import tensors_of_tokens

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.modules import hooks_of
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
-from orchestrator.model.context_division import Division
-from orchestrator.model.context_part import UNSEEN, Axes, ContextPart, NotDivisible, axes_of, shapes_in
-from orchestrator.model.context_proof import Differs, NotCalled, Pass, prove
+from orchestrator.model.context.division import Division
+from orchestrator.model.context.tokens import UNSEEN, Axes, ContextPart, NotDivisible, axes_of, shapes_in
 from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.modes import evaluation_mode
-from orchestrator.model.proven_model import MOST_PRECISE, TENSOR, ProvenModel, alike_between
+from orchestrator.model.peers import Peers
+from orchestrator.model.proofs.divided_tokens import Differs, NotCalled, Pass, prove
+from orchestrator.model.proofs.proven_model import MOST_PRECISE, TENSOR, ProvenModel, alike_between
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.model.tensor.block_calls import ends_of, seen_calls
-from orchestrator.model.tensor.peers import Peers
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.transforms.context_plan import ContextPlan
 from orchestrator.strategies.transforms.loss_proof import loss_divides

@@ -12,8 +12,8 @@ from torch import Tensor
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
 from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
-from orchestrator.model.proving import TOLERANCE, difference
-from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.proving import TOLERANCE, difference
 
 IGNORED = -100
 """The label that torch's losses leave out."""

@@ -47,8 +47,8 @@ class Part:
     # On the driver
 
     @classmethod
-    def unused_keys(cls, mesh: Mesh) -> Mapping[str, Mapping[str, object]]:
-        """Return the keys that have no effect in a mesh, with the values that they have to have, by the reason."""
+    def unused_keys(cls, mesh: Mesh) -> Mapping[str, Sequence[str]]:
+        """Return the keys that have no effect in a mesh, by the reason."""
         return {}
 
     @classmethod

@@ -9,7 +9,7 @@ Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import nn
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.job import Job
+from orchestrator.model.peers import Peers
 from orchestrator.model.repeated_blocks import blocks_of
-from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import is_linear
 from orchestrator.model.tensor.vocabulary import vocabularies
 from orchestrator.planning.mesh import Mesh
@@ -30,7 +30,7 @@ from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import opened_dataset
 from orchestrator.strategies.groups import check_equal
-from orchestrator.strategies.keys import Pairs, TensorConfig
+from orchestrator.strategies.keys import MeshConfig, Pairs
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.transforms.part import Part
@@ -61,14 +61,14 @@ class TensorPart(Part):
     waits: WaitTimer
 
     @classmethod
-    def unused_keys(cls, mesh: Mesh) -> Mapping[str, Mapping[str, object]]:
+    def unused_keys(cls, mesh: Mesh) -> Mapping[str, Sequence[str]]:
         if mesh.tensor == 1:
-            return {"strategy.tensor=1 divides no layers": {"tensor_pairs": "auto", "sequence": False}}
-        return {"the stages of a pipeline exchange all tokens": {"sequence": False}} if mesh.pipeline > 1 else {}
+            return {"strategy.tensor=1 divides no layers": ("tensor_pairs", "sequence")}
+        return {"the stages of a pipeline exchange all tokens": ("sequence",)} if mesh.pipeline > 1 else {}
 
     @classmethod
     def check(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        size, options = plan.mesh.tensor, TensorConfig.of(config.strategy)
+        size, options = plan.mesh.tensor, MeshConfig.of(config.strategy)
         if config.train.compile is not False and not config.train.compiles_blocks:
             errors.append(
                 f"train.compile={to_cli(config.train.compile)}: strategy.tensor={size} divides the blocks of the "
@@ -86,7 +86,7 @@ class TensorPart(Part):
 
     @classmethod
     def find(cls, context: Context, job: Job, train_set: Any) -> TensorPart:
-        options, outline = TensorConfig.of(context.options), Outline(job, context.train)
+        options, outline = MeshConfig.of(context.options), Outline(job, context.train)
         size, pairs = context.mesh.tensor, options.tensor_pairs
         plan = found_plan(outline, train_set, size, pairs, sequence=options.sequence)
         index = context.mesh.coords(context.global_rank).tensor

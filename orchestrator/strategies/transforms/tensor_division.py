@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from orchestrator.model.peers import Peers
+from orchestrator.model.proofs.divided_layers import ProvenBlock
 from orchestrator.model.tensor.block_calls import Ends
-from orchestrator.model.tensor.peers import Peers
-from orchestrator.model.tensor.proof import ProvenBlock
 from orchestrator.model.tensor.region import BlockParts, divide
 from orchestrator.model.tensor.vocabulary import ROWS, divide_rows, of_rows
 from orchestrator.planning.placement import AxisCut, Placement, Shape

@@ -16,10 +16,10 @@ from orchestrator.job import Job
 from orchestrator.model.batch import leaves, map_leaves, map_tensors, tensors_in
 from orchestrator.model.failed_call import error_with_place
 from orchestrator.model.partial_init import FakeModel
+from orchestrator.model.peers import Peers
 from orchestrator.model.repeated_blocks import alike, blocks_of, class_of
 from orchestrator.model.tensor.block_calls import BlockCall, Ends, ends_of, seen_calls
 from orchestrator.model.tensor.logits import DividedLogits, Share
-from orchestrator.model.tensor.peers import Peers
 from orchestrator.model.tensor.region import Pair, is_linear
 from orchestrator.model.tensor.vocabulary import DirectUses, vocabularies
 from orchestrator.strategies.constructor import Outline

@@ -13,9 +13,9 @@ from torch import nn
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.torch import FakeTensor
 from orchestrator.model.batch import map_leaves, tensors_in
-from orchestrator.model.proving import built_at_random
+from orchestrator.model.proofs.divided_layers import ProvenBlock, proven
+from orchestrator.model.proofs.proving import built_at_random
 from orchestrator.model.tensor.block_calls import BlockCall
-from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import BlockParts, Pair
 from orchestrator.model.tensor.token_shards import with_first
 from orchestrator.strategies.constructor import Outline

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
 from orchestrator.model.batch import map_tensors, split_batch, tensors_in
-from orchestrator.model.proving import TOLERANCE, difference
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.divided_layers import COARSE_TOLERANCE, LARGER
+from orchestrator.model.proofs.proving import TOLERANCE, difference
 from orchestrator.model.tensor.block_calls import BlockCall, first_calls
-from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.proof import COARSE_TOLERANCE, LARGER
 from orchestrator.model.tensor.region import part_of
 from orchestrator.model.tensor.vocabulary import Reads
 from orchestrator.planning.placement import AxisCut

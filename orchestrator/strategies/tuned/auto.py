@@ -22,7 +22,7 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.groups import new_group
-from orchestrator.strategies.keys import AutoConfig, DDPConfig, FSDPConfig
+from orchestrator.strategies.keys import AutoConfig, mesh_config
 from orchestrator.strategies.measure.device import free_memory
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.mesh_trainer import MeshTrainer
@@ -183,42 +183,10 @@ class Auto(Strategy):
         )
         rows, threads = passes.slice_rows(context) / n, torch.get_num_threads()
         known_ms = step_of_replicas_ms(profile, n, rows=rows, threads=threads)
-        ddp_ms = measured(_ddp_options(n), Mesh(replicate=n), expected_ms=known_ms)
+        ddp_ms = measured(mesh_config("ddp", num_workers=n), Mesh(replicate=n), expected_ms=known_ms)
         profile = dataclasses.replace(profile, ddp_ms=0.0 if ddp_ms is None else ddp_ms - known_ms)
         if not AutoConfig.of(context.options).with_parts:
             return profile
         known_ms = step_in_parts_ms(profile, n, rows=rows, threads=threads)
-        parts_ms = measured(_fsdp_options(n), Mesh(shard=n), expected_ms=known_ms)
+        parts_ms = measured(mesh_config("fsdp", num_workers=n), Mesh(shard=n), expected_ms=known_ms)
         return dataclasses.replace(profile, parts_ms=0.0 if parts_ms is None else parts_ms - known_ms)
-
-
-def _ddp_options(num_workers: int) -> DDPConfig:
-    return DDPConfig(
-        name="ddp",
-        num_workers=num_workers,
-        bucket_mb="auto",
-        comm_hook="none",
-        powersgd_rank=1,
-        find_unused_parameters=False,
-        static_graph=False,
-        shard_optimizer=False,
-        sync_batchnorm=False,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
-    )
-
-
-def _fsdp_options(num_workers: int) -> FSDPConfig:
-    return FSDPConfig(
-        name="fsdp",
-        num_workers=num_workers,
-        context=1,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
-        wrap="auto",
-        reshard_after_forward=True,
-        prefetch=1,
-        cpu_offload=False,
-    )

@@ -22,7 +22,7 @@ from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.asynchronous.parameter_server.strategy import ParameterServer
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.groups import new_group
-from orchestrator.strategies.keys import ParameterServerConfig, PipelineConfig, SingleConfig
+from orchestrator.strategies.keys import ParameterServerConfig, mesh_config
 from orchestrator.strategies.measure.device import mean_over, medians_ms
 from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.rank_context import Context
@@ -106,7 +106,7 @@ def machinery_cost(
         activation_checkpointing="none",
     )
     tiny = dataclasses.replace(context, train=train, pipeline=None, peer_copy_every=0)
-    alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=SingleConfig(name="single", num_workers=1))
+    alone = dataclasses.replace(tiny, mesh=Mesh(), global_rank=0, options=mesh_config("single"))
     job = _TinyJob(layers=n)
     measured = functools.partial(_step_ms, rank=context.global_rank, ranks=n, control=control)
     return MachineryCost(
@@ -155,13 +155,9 @@ def _server_cost(context: Context, alone: Context, measured: Callable[..., float
 
 def _staged(context: Context, schedule: _Schedule, microbatches: int, stages_per_rank: int) -> Context:
     n, num_stages = context.mesh.world_size, context.mesh.world_size * stages_per_rank
-    options = PipelineConfig(
-        name="pipeline",
+    options = mesh_config(
+        "pipeline",
         num_workers=n,
-        context=1,
-        tensor=1,
-        tensor_pairs="auto",
-        sequence=False,
         schedule=schedule,
         num_microbatches=microbatches,
         stages_per_rank=stages_per_rank,

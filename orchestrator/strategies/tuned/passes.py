@@ -21,12 +21,12 @@ from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import example_batch, is_stream, make_batch
-from orchestrator.strategies.keys import DPConfig, SingleConfig
+from orchestrator.strategies.keys import DPConfig, mesh_config
 from orchestrator.strategies.measure.device import LEAST_RUNS, mean_over, medians_ms
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder, recorded_call
+from orchestrator.strategies.parts.stage_builder import StageBuilder, recorded_call
+from orchestrator.strategies.parts.wrapping import bytes_by_group
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.dp import DP
-from orchestrator.strategies.sharded.wrapping import bytes_by_group
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.tuning.profile import Affine, LayerProfile, PassCost, StageDivision, fit
 
@@ -181,9 +181,7 @@ def whole_model_cost(
             optimizer_bytes=ADAM_BYTES,
         )
     train = dataclasses.replace(context.train, grad_accumulation=1, steps=STEPS)
-    alone = dataclasses.replace(
-        context, mesh=Mesh(), global_rank=0, train=train, options=SingleConfig(name="single", num_workers=1)
-    )
+    alone = dataclasses.replace(context, mesh=Mesh(), global_rank=0, train=train, options=mesh_config("single"))
     strategy = Trainer(alone, job)
     _prepare(strategy, train_set)
     sizes = sorted({max(1, math.ceil(largest / 2**i)) for i in range(NUM_SIZES)})

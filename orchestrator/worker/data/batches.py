@@ -32,7 +32,8 @@ from orchestrator.config.eval_splits import VAL, how_to_leave_out
 from orchestrator.job import Split
 from orchestrator.planning.mesh import even_shares
 from orchestrator.strategies.data import datasets
-from orchestrator.user_code.errors import error_text
+from orchestrator.strategies.data.columns import Columns
+from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.user_code.results import kind_of
 from orchestrator.worker.data.data_loader import (
     BatchReader,
@@ -44,7 +45,7 @@ from orchestrator.worker.data.data_loader import (
     ReadFailure,
     Slice,
 )
-from orchestrator.worker.data.stream import StreamReader
+from orchestrator.worker.data.fed import Fed, Reader
 
 Batches = Callable[[torch.Generator], Tensor]
 """Draws the global batches of an epoch: int64, shape (batches, global batch size)."""
@@ -200,7 +201,7 @@ class Share:
 
 
 def train_batches(
-    dataset: Dataset[Any] | StreamReader,
+    dataset: Dataset[Any] | Reader,
     sampling: Sampling,
     share: Share,
     loading: Loading,
@@ -246,12 +247,12 @@ def train_batches(
             for offset, size in zip(offsets, sizes, strict=False):
                 yield seed_at(start + offset), order.indices(start + offset, size)
 
-    def slices(stream: StreamReader) -> Iterator[tuple[int, Slice | ReadFailure]]:
+    def slices(stream: Reader) -> Iterator[tuple[int, Slice | ReadFailure]]:
         for _ in range(steps):
             start, first = stream.position, offsets[0]
             try:
                 items = stream.read(global_batch_size, first=first, end=offsets[-1])
-            except DataError as e:
+            except (DataError, JobError) as e:
                 yield 0, ReadFailure.of(e)
                 return
             for offset, size in zip(offsets, sizes, strict=False):
@@ -264,7 +265,7 @@ def train_batches(
     function = functools.partial(datasets.make_batch, loading.collate)
     reader: BatchReader | Collator
     elements: Iterator[tuple[int, Any]]
-    if isinstance(dataset, StreamReader):
+    if isinstance(dataset, Reader):
         reader, elements = Collator(function, "train"), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
@@ -284,9 +285,10 @@ class Padded:
     pad_ragged: bool
 
     def __call__(self, items: list[Any]) -> Any:
-        if not isinstance(items, list) or len(items) == self.rows:
+        if not isinstance(items, (list, Columns)) or len(items) == self.rows:
             return self.collate(items)
-        batch = self.collate([*items, *items[-1:] * (self.rows - len(items))])
+        padded = items.padded(self.rows) if isinstance(items, Columns) else None
+        batch = self.collate([*items, *items[-1:] * (self.rows - len(items))] if padded is None else padded)
         if self.pad_ragged or not datasets.is_ragged(batch, self.rows):
             return batch
         return self.collate(items)
@@ -380,26 +382,36 @@ class EvalBatches:
 
     def _slices(self, counts: deque[int]) -> Iterator[tuple[int, Slice | ReadFailure]]:
         """Yield the samples of each batch of a stream; ``counts`` receives how many of them are valid."""
-        start, first = 0, self._dp_rank * self._batch_size
+        start, first, end = 0, self._dp_rank * self._batch_size, (self._dp_rank + 1) * self._batch_size
         samples: Iterator[Any] | None = None
+        items: Sequence[Any]
         while True:
             try:
                 with drawing(datasets.mix(self._seed, self._split, "stream", start)):
-                    samples = self._first_samples() if samples is None else samples
-                    items = list(itertools.islice(samples, self._batch_size * self._data_parallel_size))
+                    total = self._batch_size * self._data_parallel_size
+                    if isinstance(self._dataset, Fed):
+                        total = total if self._kept is None else min(total, len(self._kept) - start)
+                        read, items = self._dataset.part(start, total, first=first, end=end)
+                    else:
+                        samples = self._first_samples() if samples is None else samples
+                        whole = list(itertools.islice(samples, total))
+                        read, items = len(whole), whole[first:end] or whole[-1:]
+            except (DataError, JobError) as e:
+                counts.append(0)
+                yield 0, ReadFailure.of(e)
+                return
             except Exception as e:
                 counts.append(0)
                 text = f"{self._split} data, in the stream: {error_text(e)}"
                 yield 0, ReadFailure(text, traceback.format_exc())
                 return
-            if not items:
+            if not read:
                 if start == 0:
                     remedy = how_to_leave_out(self._split)
                     text = f"{self._split} data: the stream has no samples; for no evaluation, {remedy}"
                     counts.append(0)
                     yield 0, ReadFailure(text)
                 return
-            own = items[first : first + self._batch_size]
-            counts.append(len(own))
-            yield self._seed_at(start + first), Slice(own or items[-1:], start + first)
-            start += len(items)
+            counts.append(max(0, min(read, end) - first))
+            yield self._seed_at(start + first), Slice(items, start + first)
+            start += read

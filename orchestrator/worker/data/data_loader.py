@@ -110,7 +110,7 @@ class BatchReader(Dataset[Any]):
 class Slice:
     """Consecutive samples of a stream, the first of them number ``start``."""
 
-    items: list[Any]
+    items: Sequence[Any]
     start: int
 
 

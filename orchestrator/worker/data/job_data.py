@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.streams import divides_by_rank
 from orchestrator.config.eval_splits import TRAIN, VAL, how_to_leave_out
 from orchestrator.job import Job, has_loss
 from orchestrator.protocol.messages import Assignment
@@ -26,6 +27,7 @@ from orchestrator.strategies.data.datasets import (
     epoch_generator,
     is_stream,
     known_length,
+    needs_feeder,
     opened_dataset,
     samples_per_epoch,
     size_error,
@@ -35,6 +37,7 @@ from orchestrator.user_code.steering import changes_of
 from orchestrator.worker.control.control import Outbox, StepGate, Warner
 from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches
 from orchestrator.worker.data.data_loader import Loading
+from orchestrator.worker.data.fed import Fed, Feeding, Reader, feeding
 from orchestrator.worker.data.stream import Mark, StreamReader
 
 
@@ -52,18 +55,24 @@ class Datasets:
     weights: Tensor | None
 
 
-def datasets_of(job: Job, eval_splits: Sequence[str], seed: int = 0) -> Datasets:
-    """Return the data of the job; ``eval_splits``: what to evaluate. A validation set may be missing.
+def datasets_of(
+    job: Job, eval_splits: Sequence[str], seed: int = 0, *, opened: Callable[[Job, str, int], Any] = opened_dataset
+) -> Datasets:
+    """Return the data of the job. A validation set may be missing.
+
+    Args:
+        eval_splits: what to evaluate.
+        opened: opens a split.
 
     Raises:
         DatasetError: a dataset is missing, empty or of a kind that cannot be used, the sampling weights do not fit, or
             the job has data to evaluate but no loss.
     """
-    train = opened_dataset(job, "train", seed)
+    train = opened(job, "train", seed)
     check_dataset(train, split="train")
     # A stream may count its iterators, so that an evaluation reads one of its own.
     shared = {} if is_stream(train) else {"train": train}
-    evaluated = {split: shared[split] if split in shared else opened_dataset(job, split, seed) for split in eval_splits}
+    evaluated = {split: shared[split] if split in shared else opened(job, split, seed) for split in eval_splits}
     evaluated = {split: dataset for split, dataset in evaluated.items() if dataset is not None or split != VAL}
     for split, dataset in evaluated.items():
         check_dataset(dataset, split=split)
@@ -117,14 +126,17 @@ class JobData:
         outbox: Outbox,
         warner: Warner,
     ):
-        self.datasets = datasets_of(job, assignment.config.train.eval_splits, assignment.config.seed)
+        self._assignment = assignment
+        self._feeding: Feeding | None = None
+        self._warner = warner
         self._job = job
+        config = assignment.config
+        self.datasets = datasets_of(job, config.train.eval_splits, config.seed, opened=self._opened)
         self._strategy = strategy
         self._device = device
         self._gate = gate
         self._outbox = outbox
-        self._warner = warner
-        self._reader: StreamReader | None = None
+        self._reader: Reader | None = None
         self._mark: Mark | None = None
         self._eval_batches: dict[str, EvalBatches] = {}
         self._changes = 0  # of the fields of the job, when those batches were opened
@@ -137,6 +149,8 @@ class JobData:
     def reassign(self, assignment: Assignment) -> None:
         """Read the share of the rank of ``assignment``."""
         self._assignment = assignment
+        if self._feeding is not None:
+            self._feeding.reassign(assignment)
         batch_size = assignment.config.train.global_batch_size
         self._batches = batches_of(self._job, self.datasets, batch_size)
         if self._job.carried and self._batches is None and not is_stream(self.datasets.train):
@@ -145,6 +159,38 @@ class JobData:
                 "are read in random order; define Job.batch_sampler, or return a stream from job.dataset('train')"
             )
         self.samples_per_epoch = samples_per_epoch(self._job, self.datasets.train, assignment.config.train)
+
+    def sample_source(self) -> Any:
+        """Return the training set, or another one if that is a stream, which may count its iterators."""
+        train = self.datasets.train
+        return self._opened(self._job, "train", self._assignment.config.seed) if is_stream(train) else train
+
+    def _opened(self, job: Job, split: str, seed: int) -> Any:
+        """Return the data of a split: what the job returns, or what another process reads for this rank."""
+        if self._assignment.config.data.read == "rank":
+            dataset = opened_dataset(job, split, seed)
+            library = divides_by_rank(dataset)
+            if library is not None and self._assignment.plan.mesh.data_parallel_size > 1:
+                raise DatasetError(
+                    f"job.dataset({split!r}): {library} gives each rank samples of its own, of which the rank would "
+                    "keep only a share; set data.read=run, so that one process reads all of them for all ranks"
+                )
+            if not needs_feeder(dataset):
+                return dataset
+        if self._feeding is None:
+            self._feeding = feeding(self._assignment, job, lambda text: self._warner.warn(text, topic=text))
+        fed = self._feeding.open(split)
+        if fed is None and split == "train":
+            raise DatasetError(
+                f"data.read={self._assignment.config.data.read}: job.dataset('train') returns a map-style dataset, of "
+                "which each rank reads its own share; leave data.read out, or return a stream"
+            )
+        if fed is not None and split == TRAIN and self._assignment.config.train.limit_batches is not None:
+            raise DatasetError(
+                "train.limit_batches: the data is read by another process, which goes through all of it; end it in "
+                "Job.dataset, as by ray.data.Dataset.limit()"
+            )
+        return opened_dataset(job, split, seed) if fed is None else fed
 
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
         """Return the micro-batches of each of the next ``steps`` steps, as :func:`worker.data.train_batches` does.
@@ -212,7 +258,7 @@ class JobData:
         """
         dataset = self.datasets.evaluated[split]
         if is_stream(dataset):
-            dataset = opened_dataset(self._job, split, self._assignment.config.seed)
+            dataset = self._opened(self._job, split, self._assignment.config.seed)
         loading = self._loading(min(1, self._assignment.plan.loader_processes))
         with contextlib.closing(self._open_eval_batches(split, dataset, loading)) as batches:
             yield from self._checked(batches.ends())
@@ -344,18 +390,22 @@ class JobData:
             timeout_s=self._assignment.config.recovery.loader_timeout_s,
         )
 
-    def _reader_at(self, samples_consumed: int) -> StreamReader:
+    def _reader_at(self, samples_consumed: int) -> Reader:
         """Return the reader of the training set, a stream, at the next sample of the run."""
         if self._reader is None or not self._reader.reaches(samples_consumed):
             dataset, seed = self.datasets.train, self._assignment.config.seed
             if self._reader is not None:
-                dataset = opened_dataset(self._job, "train", seed)
-            self._reader = StreamReader(
-                dataset,
-                recent=2 * self._assignment.plan.loader_processes + 4,  # each loader process prefetches two batches
-                seed=seed,
-                batch_size=self._assignment.config.train.global_batch_size,
-                limit=self._assignment.config.train.limit_samples,
+                dataset = self._opened(self._job, "train", seed)
+            self._reader = (
+                dataset.reader()
+                if isinstance(dataset, Fed)
+                else StreamReader(
+                    dataset,
+                    recent=2 * self._assignment.plan.loader_processes + 4,  # each loader process prefetches two batches
+                    seed=seed,
+                    batch_size=self._assignment.config.train.global_batch_size,
+                    limit=self._assignment.config.train.limit_samples,
+                )
             )
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)
@@ -363,7 +413,7 @@ class JobData:
             self._skip(self._reader, count)
         return self._reader
 
-    def _skip(self, reader: StreamReader, count: int) -> None:
+    def _skip(self, reader: Reader, count: int) -> None:
         text = f"train data: reading past {count:,} samples of the stream to the next one"
         self._warner.warn("; ".join(filter(None, (text, reader.resume_advice))), topic="stream")
         batch_size, end = self._assignment.config.train.global_batch_size, reader.position + count

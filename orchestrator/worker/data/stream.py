@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.compat.generators import drawing, seed_on_cpu
-from orchestrator.compat.hf_datasets import loses_samples
+from orchestrator.compat.streams import loses_samples
 from orchestrator.job import Split
 from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.errors import error_text
+from orchestrator.user_code.results import needed_argument
 from orchestrator.worker.data.data_loader import DataError
 
 MAX_STATE_BYTES = 2**20
@@ -228,6 +229,8 @@ def _resuming(stream: Any) -> tuple[bool, str]:
         return False, ""
     if not all(hasattr(stream, name) for name in ("state_dict", "load_state_dict")):
         return False, "with state_dict() and load_state_dict(), it could begin there"
+    if name := needed_argument(stream.state_dict):
+        return False, f"its state_dict() needs {name}; wrap it in a stream that counts its samples, as in docs/data.md"
     if loses_samples(stream):
         return False, "its state_dict() leaves out the samples in a shuffle buffer; shuffle(buffer_size=1) has none"
     return True, ""

@@ -1,4 +1,4 @@
-"""The ports of docs/your-model.md and docs/ports.md: the same losses under every strategy that the pages name."""
+"""The ports of docs/ports.md: the same losses under every strategy that the pages name."""
 
 import csv
 import json

@@ -20,7 +20,7 @@ from helpers.records.runs import in_campaign
 from orchestrator.state.checkpoint import load, path_of
 from orchestrator.state.manifest import KINDS, MANIFEST, file_name
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.keys import ShardedConfig
+from orchestrator.strategies.keys import MeshConfig
 
 STOP, STEPS = 3, 6
 FSDP_4 = layout_of(FSDP, 4)
@@ -35,7 +35,7 @@ CASES = {
 
 def divides_tensors(name: str) -> bool:
     layout = EVERY[name]
-    return isinstance(layout.options, ShardedConfig) or getattr(layout.options, "shard_optimizer", False)
+    return isinstance(layout.options, MeshConfig) and (layout.options.opens("wrap") or layout.options.shard_optimizer)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from jobs.gpt import GPT
 from orchestrator.strategies.measure.device import WaitTimer, clock_of
 from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.parts.gathered import Gathered
-from orchestrator.strategies.pipelined.timed_stage import Clock
+from orchestrator.strategies.parts.timed_stage import Clock
 
 
 class Block(nn.Module):

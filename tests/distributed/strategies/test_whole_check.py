@@ -163,6 +163,10 @@ def test_what_random_numbers_change_is_not_compared(gang: Gang, golden: Golden) 
     assert not second
 
 
+def test_a_model_that_computes_in_16_bits_inside_may_differ_by_their_rounding(gang: Gang) -> None:
+    assert gang.run(notes, case_of(of.Ranked(kind=of.ScaledIn16Bits), DDP), world_size=2) == [(), ()]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_statistics_of_all_samples_are_compared(gang: Gang, world_size: int) -> None:
     case = case_of(of.Ranked(kind=of.Normed), SYNCHRONIZED)

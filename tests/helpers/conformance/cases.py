@@ -1,6 +1,6 @@
 """What a test trains: configurations, and the plans and assignments made from them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,7 @@ import yaml
 
 from helpers.jobs.quick_jobs import digits
 from orchestrator.config import schema
-from orchestrator.config.files import conf_dir
+from orchestrator.config.files import conf_dir, group_values
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.messages import Assignment, WorkerEnvironment
@@ -27,7 +27,7 @@ def _shipped(file: str) -> Mapping[str, Any]:
     return yaml.safe_load((conf_dir() / f"{file}.yaml").read_text())  # type: ignore[no-any-return]
 
 
-def _made_of(cls: type[T], shipped: Mapping[str, Any], **changes: Any) -> T:
+def _made_of(cls: Callable[..., T], shipped: Mapping[str, Any], **changes: Any) -> T:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in shipped.items()}
     return cls(**{**values, **changes})
 
@@ -39,7 +39,8 @@ def section(name: str, cls: type[T], **changes: Any) -> T:
 
 def options_of(strategy: str, **changes: Any) -> Any:
     """The default values of the keys of a strategy, but for these ``changes``."""
-    return _made_of(registry.config_class(strategy), _shipped(f"strategy/{strategy}"), **changes)
+    cls = registry.config_class(strategy)
+    return _made_of(getattr(cls, "make", cls), group_values("strategy", strategy), **changes)
 
 
 TRAIN = section("train", schema.TrainConfig, steps=20, log_every=1, eval_every=0, precision="fp32", check="never")
@@ -97,7 +98,7 @@ def config_of(case: Case, world_size: int, **changes: Any) -> schema.Config:
         seed=case.seed,
         evaluate=case.evaluate,
         train=case.train,
-        data=schema.DataConfig(num_workers=case.loaders),
+        data=section("data", schema.DataConfig, num_workers=case.loaders),
         checkpoint=case.checkpoint,
         sweep=section("sweep", schema.SweepConfig),
         recovery=RECOVERY,

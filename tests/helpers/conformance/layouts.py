@@ -20,7 +20,7 @@ from helpers.ranks.job_trials import one_thread
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
-from orchestrator.strategies.keys import DDPPipelineConfig, FSDPPipelineConfig, PipelineConfig, StagedConfig
+from orchestrator.strategies.keys import MeshConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
 SGD, ADAMW = 1e-5, 1e-4
@@ -32,11 +32,11 @@ FSDP = options_of("fsdp", num_workers=2)
 HSDP = options_of("hsdp", num_workers=4, shard_size=2)
 
 
-def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> PipelineConfig:
+def pipeline(schedule: str, num_microbatches: int, split: Any = "auto") -> MeshConfig:
     return options_of("pipeline", num_workers=2, schedule=schedule, num_microbatches=num_microbatches, split=split)
 
 
-def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto") -> DDPPipelineConfig:
+def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", split: Any = "auto") -> MeshConfig:
     """Two replicas of two workers each."""
     return options_of(
         "ddp_pipeline",
@@ -49,7 +49,7 @@ def ddp_pipeline(schedule: str, num_microbatches: int, close: str = "stages", sp
     )
 
 
-def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -> FSDPPipelineConfig:
+def fsdp_pipeline(schedule: str, num_microbatches: int, reshard: bool = False) -> MeshConfig:
     """Two stages of two workers each."""
     return options_of(
         "fsdp_pipeline",
@@ -187,11 +187,7 @@ def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()
     ]
 
 
-STAGED = [
-    name
-    for name, of in LAYOUTS.items()
-    if isinstance(of.options, StagedConfig) and getattr(of.options, "pipeline", None) != 1
-]
+STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, MeshConfig) and of.options.pipeline != 1]
 
 passes_constants = pytest.mark.skipif(
     not PASSES_CONSTANTS, reason=f"stages of torch {torch.__version__} receive no tensors without a gradient"

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from helpers.conformance.cases import having
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
-from orchestrator.model.context_part import ContextPart
-from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.context.tokens import ContextPart
+from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.strategies.constructor import Outline, constructor_of
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.transforms.context import job_of_tokens, prove_more

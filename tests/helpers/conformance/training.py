@@ -15,7 +15,7 @@ from helpers.ranks.batches import HERE, opened
 from helpers.ranks.gang import own_device
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.planning.mesh import DIVIDING, Mesh
 from orchestrator.planning.placement import Box
 from orchestrator.state.checkpoint import load

@@ -8,7 +8,7 @@ from helpers.models.pieces import difference
 from orchestrator.compat.torch import BatchNorm
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import sequence_of
+from orchestrator.model.stages.own_stages import sequence_of
 from orchestrator.strategies.data.batch_parts import BatchDivision, mean_loss, warning_about_parts
 from orchestrator.strategies.data.datasets import example_batch
 

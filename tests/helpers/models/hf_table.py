@@ -55,14 +55,17 @@ SIZES: dict[str, Any] = {
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 32], "depths": [1, 1], "num_groups": 4},
+    "falcon": {"head_dim": None, "multi_query": False},  # which it computes
     "falcon_mamba": {"conv_kernel": 4},
     "convnext": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
     "convnextv2": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "patch_size": 4},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
     "marian": {"decoder_start_token_id": 0},
     "segformer": {"num_attention_heads": [1, 2, 2, 2], "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
     "swin": {"num_attention_heads": [2, 2], "depths": [1, 1], "window_size": 2, "patch_size": 4},
     "swinv2": {"num_attention_heads": [2, 2], "depths": [1, 1], "window_size": 2, "patch_size": 4},
+    "t5": {"decoder_start_token_id": 0},
 }
 """Sizes that a type has as lists, or under names of its own."""
 
@@ -112,9 +115,9 @@ TYPES: dict[Kind, str] = {
         afmoe apertus arcee aria_text axk2 bailing_hybrid bart beam bert bert-generation big_bird
         bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert cohere cohere2 cohere2_moe
         cpmant ctrl cwm data2vec-text deepseek_v32 deepseek_v4 diffllama doge electra ernie ernie4_5
-        ernie4_5_moe exaone4 exaone_moe falcon_mamba flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa
-        gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoeshared hrm_text hy_v3 hy_v4
-        hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2
+        ernie4_5_moe exaone4 exaone_moe falcon falcon_mamba flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa
+        gpt_neo gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoeshared hrm_text hy_v3 hy_v4
+        hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 mpt
     """,
     "translation": """
         bart bigbird_pegasus blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp nllb-moe pegasus
@@ -162,7 +165,8 @@ def build(kind: Kind, model_type: str) -> nn.Module:
         default = hf.AutoConfig.for_model(model_type)
         sizes = {name: value for name, value in {**SIZES, **SOUND}.items() if hasattr(default, name)}
         off = {name: 0.0 for name, value in default.to_dict().items() if _RANDOM.search(name) and type(value) is float}
-        config = hf.AutoConfig.for_model(model_type, **{**off, **sizes, **OF_TYPE.get(model_type, {})})
+        given = {**off, **sizes, **OF_TYPE.get(model_type, {})}
+        config = hf.AutoConfig.for_model(model_type, **{n: value for n, value in given.items() if value is not None})
         model: nn.Module = getattr(hf, LOADERS[kind]).from_config(config)
         for module in model.modules():
             if isinstance(module, nn.Dropout):

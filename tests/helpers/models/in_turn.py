@@ -10,7 +10,7 @@ from helpers.conformance.cases import having
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job, Split
 from orchestrator.model.batch import map_tensors, split_batch
-from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.transforms.tensor import tensor_errors

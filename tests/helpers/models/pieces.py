@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.model.batch import map_tensors
-from orchestrator.model.sequence import LayerSequence
+from orchestrator.model.stages.sequence import LayerSequence
 
 SEED = 3
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from helpers.models.token_language import (
@@ -297,7 +298,8 @@ class second_derivative(Language):
     def forward(self, words: Tensor) -> Any:
         x = self.embedded(words)
         x = x if x.requires_grad else x.requires_grad_()
-        h = self.norm(self.through(x, self.mask(words)))
+        with sdpa_kernel(SDPBackend.MATH):  # which can be differentiated twice
+            h = self.norm(self.through(x, self.mask(words)))
         if not torch.is_grad_enabled():
             return self.head(h), h.new_zeros(())
         (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)

@@ -41,9 +41,9 @@ from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.messages import EvalPoint
 from orchestrator.strategies import registry
 from orchestrator.strategies.data.datasets import make_batch
-from orchestrator.strategies.keys import StagedConfig
+from orchestrator.strategies.keys import MeshConfig
 
-TRAIN = having(steps=3, global_batch_size=8)
+TRAIN = having(steps=3, global_batch_size=8, check="always")
 STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "single": (SINGLE, 1),
     "ddp": (DDP, 2),
@@ -121,7 +121,7 @@ class Plain:
 def case_of(name: str, strategy: str, *, adamw: bool = False, split: Any = None) -> Case:
     """The job of a model for a strategy; ``split`` None: at the module that the model names."""
     options, world_size = EVERY[strategy]
-    in_stages = getattr(options, "pipeline", 2) > 1 and isinstance(options, StagedConfig)
+    in_stages = isinstance(options, MeshConfig) and options.pipeline != 1
     if in_stages:
         place = MODELS[name].split if name in MODELS else ""
         has_two = strategy != "pipeline, zero bubble"

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from orchestrator.compat.attention import FusedAttention
 from orchestrator.compat.torch import FakeTensorMode
-from orchestrator.model.layers import kept_tensors
+from orchestrator.model.stages.layers import kept_tensors
 
 HEADS, POSITIONS = 4, 512
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.ranks.streams import Stateful
-from orchestrator.compat.hf_datasets import loses_samples
+from orchestrator.compat.streams import loses_samples
 from orchestrator.strategies.data.datasets import is_stream, known_length
 from orchestrator.worker.data.stream import Mark, StreamReader
 

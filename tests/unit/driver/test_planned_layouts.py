@@ -24,7 +24,7 @@ from orchestrator.driver.forecasts import answer, speed_note
 from orchestrator.driver.layouts import without_numbers
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
-from orchestrator.model.layers import kept_tensors
+from orchestrator.model.stages.layers import kept_tensors
 from orchestrator.planning.memory import Division, worker_memory
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Node, make_plan

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers.files.golden import Golden
-from orchestrator.model.context_part import ContextPart, NotDivisible, in_order, row_axis, rows_of
-from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.context.tokens import ContextPart, NotDivisible, in_order, row_axis, rows_of
+from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.strategies.measure.flop_counter import FlopCounter
 
 TOKENS = 24

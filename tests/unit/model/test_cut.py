@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from orchestrator.model.cut import Cut, Layer, balance, cut_at
+from orchestrator.model.stages.cut import Cut, Layer, balance, cut_at
 
 
 def layers(letters: str) -> list[Layer]:

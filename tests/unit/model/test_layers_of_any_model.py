@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from helpers.jobs.toys import Toy
-from orchestrator.model.cut import Cut
 from orchestrator.model.fake_calls import first_modules
-from orchestrator.model.layers import flow
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.sequence import LayerSequence
-from orchestrator.model.stages import build_stages, sequence_of
-from orchestrator.strategies.pipelined.stage_builder import StageBuilder
+from orchestrator.model.stages.cut import Cut
+from orchestrator.model.stages.layers import flow
+from orchestrator.model.stages.own_stages import build_stages, sequence_of
+from orchestrator.model.stages.sequence import LayerSequence
+from orchestrator.strategies.parts.stage_builder import StageBuilder
 
 CPU = torch.device("cpu")
 

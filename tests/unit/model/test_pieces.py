@@ -14,7 +14,7 @@ from helpers.jobs.toys import Toy
 from helpers.jobs.unrecorded import CustomFunctionInGlue
 from helpers.models.pieces import difference
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.stages import sequence_of
+from orchestrator.model.stages.own_stages import sequence_of
 
 CPU = torch.device("cpu")
 INPUTS, TARGET = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.stages import sequence_of
+from orchestrator.model.stages.own_stages import sequence_of
 
 CALLS = {"number": 0}
 steps_done = 0

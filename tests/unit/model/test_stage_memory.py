@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from helpers.ranks.allocations import Allocations
-from orchestrator.model.cut import Cut
-from orchestrator.model.layers import costs, flow
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import build_stages, sequence_of
+from orchestrator.model.stages.cut import Cut
+from orchestrator.model.stages.layers import costs, flow
+from orchestrator.model.stages.own_stages import build_stages, sequence_of
 
 LAYERS, WIDTH, STAGES = 8, 64, 4
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.divided_layers import ProvenBlock, proven
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.heads import HeadCuts, Heads
 from orchestrator.model.tensor.pairs import candidates
-from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import Pair, divide
 
 WIDTH, HEADS, TOKENS = 16, 4, 5
@@ -73,6 +73,23 @@ def test_a_rank_reads_its_part_of_a_buffer() -> None:
     found = tried(Attention(per_head="buffer"))
     assert found.parts.pairs == (PAIR,), found.whole
     assert found.parts.heads == HeadCuts(buffers={"slopes": 0})
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.ones(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.get_buffer("slopes").sum()
+
+
+def test_the_part_of_a_buffer_is_read_where_a_stage_calls_a_module_without_its_block() -> None:
+    block = nn.Sequential(nn.Sequential(Sized()))
+    HeadCuts(buffers={"0.0.slopes": 0}).apply(block, index=0, count=2, peers=Peers())
+    found = [float(module(torch.zeros(()))) for module in (block, block[0], block[0][0])]
+    assert found == [HEADS / 2] * 3
+    assert block.get_buffer("0.0.slopes").numel() == HEADS
 
 
 @pytest.mark.parametrize(

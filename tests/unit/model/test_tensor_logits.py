@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.compat.torch import FakeTensorMode
+from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.model.tensor import logits as divided
 from orchestrator.model.tensor.logits import DividedLogits, Share
-from orchestrator.model.tensor.peers import Peers, in_lockstep
 
 WORDS = 11
 LABELS = torch.tensor([[3, 0, 10, -100, 7], [-100, 5, 6, 2, 2]])

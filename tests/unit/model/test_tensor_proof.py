@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from helpers.files.golden import Golden
 from helpers.jobs.head_norms import WIDTH, Parallel, adapted
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.divided_layers import ProvenBlock, proven
 from orchestrator.model.tensor.block_calls import BlockCall
 from orchestrator.model.tensor.pairs import candidates
-from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import Pair, divide
 
 ATTENTION = Pair(columns=("q", "k", "v"), rows=("out",))

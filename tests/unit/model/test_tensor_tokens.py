@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from helpers.jobs.head_norms import WIDTH, Parallel
 from helpers.jobs.quick_jobs import TinyGPT
+from orchestrator.model.peers import Peers, in_lockstep
+from orchestrator.model.proofs.divided_layers import ProvenBlock, proven
 from orchestrator.model.tensor.block_calls import BlockCall, Ends, ends_of
-from orchestrator.model.tensor.peers import Peers, in_lockstep
-from orchestrator.model.tensor.proof import ProvenBlock, proven
 from orchestrator.model.tensor.region import divide
 from orchestrator.model.tensor.token_shards import Tokens
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.model.tensor.vocabulary import DirectUses, divide_rows, vocabularies
 
 WORDS, WIDTH = 11, 6

@@ -10,7 +10,7 @@ from jobs.resnet50 import ResNet50
 from orchestrator.job import Job
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
-from orchestrator.model.stages import sequence_of
+from orchestrator.model.stages.own_stages import sequence_of
 from orchestrator.planning.schedules import MOST_GROWTH, growth, note_on_size, remedy
 from orchestrator.strategies import registry
 from orchestrator.strategies.checks.stage_checks import forward_flops

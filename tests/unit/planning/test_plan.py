@@ -6,6 +6,7 @@ import pytest
 
 from helpers.files.golden import Golden
 from helpers.machines.plans import GPU_BOX, LAPTOP, errors_of, plan_of
+from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.mesh import Resources, workers_on_node, workers_on_nodes
 from orchestrator.planning.plan import Node, Plan
 
@@ -190,6 +191,22 @@ def test_what_does_not_fit_is_refused(golden: Golden) -> None:
 
 
 # The machine at hand ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "left"), [(2, 1, "2 of 4"), (3, 1, "1 of 4"), (1, 3, "1 of 4"), (4, 1, None)]
+)
+def test_data_that_needs_tasks_needs_a_cpu_beside_the_workers(workers: int, cpus: int, left: str | None) -> None:
+    nodes = (Node(node_id="a", name="a", cpus=3, gpus=0), Node(node_id="b", name="b", cpus=1, gpus=0))
+    words = (f"strategy.num_workers={workers}", f"cluster.cpus_per_worker={cpus}")
+    note, error = cpus_for_data(plan_of(nodes, *words), nodes)
+    if left is None:
+        assert error is not None
+        assert error.startswith(
+            f"job.dataset: the data is read by tasks beside the workers, and {workers} x {cpus} of "
+        )
+    else:
+        assert (note, error) == (f"the data is read by tasks beside the workers, on {left} CPUs", None)
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(1, 2), (2, 1), (5, 1)])

@@ -10,7 +10,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
-from orchestrator.strategies.keys import PipelineConfig
+from orchestrator.strategies.keys import MeshConfig
 
 MOST = 13
 """Micro-batches tried."""
@@ -65,7 +65,7 @@ def test_the_stages_are_where_torch_has_them(schedule: Schedule, workers: int) -
 
 
 def test_the_configuration_offers_every_one_of_them() -> None:
-    assert get_args(get_type_hints(PipelineConfig)["schedule"]) == tuple(SCHEDULES)
+    assert get_args(get_type_hints(MeshConfig)["schedule"]) == tuple(SCHEDULES)
 
 
 @pytest.mark.parametrize(

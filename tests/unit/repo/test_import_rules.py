@@ -33,13 +33,18 @@ RULES = {
     "records":      ("storage protocol",                                                       ""),
     "state":        ("planning compat storage",                                                "torch"),
     "model":        ("user_code config planning compat",                                       "torch"),
+    "model.stages":  ("user_code config compat model",                                         "torch"),
+    "model.tensor":  ("planning compat model",                                                 "torch"),
+    "model.context": ("compat model",                                                          "torch"),
+    "model.proofs":  ("compat model model.tensor model.context",                               "torch"),
     "prediction":   ("config planning",                                                        ""),
-    "tuning":       ("planning timeline model prediction",                                     ""),
+    "tuning":       ("planning timeline model.stages prediction",                              ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
     "strategies.update":  ("user_code job config planning compat state model strategies.data",           "torch"),
-    "strategies":   ("user_code job config planning timeline protocol compat state model prediction tuning "
-                     "strategies.measure strategies.data strategies.update",                   "torch"),
+    "strategies":   ("user_code job config planning timeline protocol compat state model model.stages model.tensor "
+                     "model.context model.proofs prediction tuning strategies.measure strategies.data "
+                     "strategies.update",                                                      "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "exporting":    ("user_code job compat config planning records state model strategies.data",        "torch mlflow"),
     "corpus":       ("config records",                                                         "(pyarrow)"),
@@ -56,6 +61,8 @@ RULES = {
     "worker":         ("user_code job config protocol records compat state model strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
+    "features":       ("",                                                                     ""),
+    "features.feeding": ("user_code job config protocol compat strategies.data worker worker.data", "ray"),
     "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
                        "driver.process",                                                       "ray"),
@@ -97,7 +104,12 @@ KNOWS = {
     ("tracking", "torch"): {"tracking.sinks"},
     ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
-    ("compat", "ray"): {"compat.ray.internals", "compat.ray.side_effects", "compat.ray.gcs"},
+    ("compat", "ray"): {
+        "compat.ray.datasets",
+        "compat.ray.gcs",
+        "compat.ray.internals",
+        "compat.ray.side_effects",
+    },
     ("compat", "hydra"): {"compat.hydra"},
     ("compat", "omegaconf"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
@@ -275,9 +287,8 @@ ROOMS = {
             "transforms.blocks",
     "transforms": "transforms",
     "trained": "owner trained whole_model",
-    "shards": "sharded",
     "sums": "sums replicated.comm_hooks replicated.ddp_options replicated.sync_batchnorm",
-    "parts": "parts pipelined",
+    "parts": "parts",
     "trainer": "undivided findings whole_exchange whole_check compared_trainer trainer slots saving recovery "
                "mesh_trainer",
     "rules": "rules",

@@ -40,10 +40,10 @@ def test_the_pages_in_the_repository_have_the_references() -> None:
 def test_every_key_of_the_configuration_files_is_in_the_reference() -> None:
     defaults = yaml.safe_load((ROOT / "conf/config.yaml").read_text())
     keys = {f"{section}.{key}" for section, values in defaults.items() if isinstance(values, dict) for key in values}
-    for group in ("cluster", "tracking", "strategy"):
+    for group in ("cluster", "tracking", "strategy", "mesh"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
-            keys |= {f"{group}.{key}" for key in yaml.safe_load(path.read_text())}
-    keys = {key for key in keys if not re.match(r"hydra\.|\w+\.(defaults|name)$", key)}
+            keys |= {f"{group.replace('mesh', 'strategy')}.{key}" for key in yaml.safe_load(path.read_text())}
+    keys = {key for key in keys if not re.match(r"hydra\.|\w+\.(defaults|name|fixed)$", key)}
     assert len(keys) > 100
     assert {key for key in keys if f"| `{key}` |" not in KEYS} == set()
     groups = {f"{group}={p.stem}" for group in ("strategy", "job") for p in (ROOT / "conf" / group).glob("*.yaml")}

@@ -14,9 +14,9 @@ from helpers.conformance.token_parts import planned
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Rows, Toy
 from orchestrator.job import Job, Split
-from orchestrator.model.context_division import Division, divide_tokens
-from orchestrator.model.context_part import ContextPart, NotDivisible
-from orchestrator.model.tensor.peers import Peers, in_lockstep
+from orchestrator.model.context.division import Division, divide_tokens
+from orchestrator.model.context.tokens import ContextPart, NotDivisible
+from orchestrator.model.peers import Peers, in_lockstep
 
 
 def of_rank(index: int, peers: Peers) -> dict[str, Tensor]:

@@ -97,8 +97,8 @@ def test_a_model_that_cannot_be_divided_is_refused_with_what_to_set(job: Job, si
         (("mlp.u -> mlp.down",), "no block has the linear layers mlp.u -> mlp.down"),
         (
             ("mlp.up -> mlp.down",),
-            "mlp.up -> mlp.down: raises RuntimeError: The size of tensor a (40) must match the size of tensor b (20) "
-            "at non-singleton dimension 2; leave it out, or set it to auto",
+            "mlp.up -> mlp.down: with a part of the features, it raises RuntimeError: The size of tensor a (40) must "
+            "match the size of tensor b (20) at non-singleton dimension 2; leave it out, or set it to auto",
         ),
     ],
 )

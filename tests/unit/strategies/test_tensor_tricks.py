@@ -10,6 +10,7 @@ NEAR = 1e-7
 DIVIDED = (
     *("cap at logits", "numbers per head", "multi-head attention", "column of tuples", "second derivative"),
     *("shared keys", "auxiliary loss outside", "table with another", "blocks of tuples", "old weight norm of the head"),
+    "two heads and a residual that is given",
 )
 WHOLE = {
     "penalty": "in the whole model, it would change the loss",

@@ -9,7 +9,7 @@ from helpers.conformance.token_parts import difference, planned
 from helpers.jobs.toys import Rows
 from helpers.models.token_tricks import TRICKS, Tricky
 from orchestrator.job import Split
-from orchestrator.model.context_part import NotDivisible
+from orchestrator.model.context.tokens import NotDivisible
 
 IN_CI = (
     "written out",

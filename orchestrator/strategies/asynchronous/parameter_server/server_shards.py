@@ -14,7 +14,7 @@ from orchestrator.config.schema import TrainConfig
 from orchestrator.job import Job
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.parameter_division import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes, shards_of

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.driver.preflight.child_checks import check_job
 from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
+from orchestrator.job import Split
 from orchestrator.strategies import registry
 
 TIMEOUT_S = 60.0
@@ -106,3 +109,19 @@ def test_it_is_a_note_elsewhere(golden: Golden) -> None:
     [note], errors = checked(DDP)
     assert errors == []
     golden.says(note)
+
+
+class OnTasks(Toy):
+    """Its data is made by a function that needs a cluster, which this process is not connected to."""
+
+    def dataset(self, split: Split) -> Any:
+        return lambda epoch: None
+
+
+@pytest.mark.parametrize("options", [DDP, pipeline("1F1B", 2)], ids=["ddp", "pipeline"])
+def test_data_that_only_a_cluster_can_read_is_no_secret(options: StrategyConfig) -> None:
+    config, errors = replace(config_of(Case(job=OnTasks(), options=options), 2), plan=True), list[str]()
+    notes = check_job(registry.load(options.name), config, OnTasks(), plan_of(config), errors)
+    assert notes[-1] == "the data is read by tasks beside the workers, on the cores of this machine"
+    needed = "read by tasks of a cluster, of which a sample is needed before the run; use cluster=auto, or strategy=ddp"
+    assert errors == ([] if options is DDP else [f"strategy=pipeline: job.dataset('train') is {needed}"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchestrator.strategies.measure.device import WaitTimer
-from orchestrator.strategies.pipelined.timed_stage import Clock
+from orchestrator.strategies.parts.timed_stage import Clock
 
 
 def test_blocks_add_up_until_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:

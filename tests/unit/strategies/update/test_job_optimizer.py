@@ -16,7 +16,7 @@ from helpers.jobs.stage_toys import ScheduledChain, plain, tied_ends
 from helpers.jobs.step_toys import GAN
 from helpers.jobs.toys import Toy
 from orchestrator.model.partial_init import build_fake
-from orchestrator.model.stages import module_of
+from orchestrator.model.stages.own_stages import module_of
 from orchestrator.strategies.data.datasets import DatasetError, steps_per_epoch
 from orchestrator.strategies.training_step import optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, optimizer_of_part, schedule_of, scheduler_of

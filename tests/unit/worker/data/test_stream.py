@@ -16,6 +16,7 @@ from helpers.jobs.toys import Rows
 from helpers.ranks import batches
 from helpers.ranks.batches import LAYOUTS
 from helpers.ranks.streams import KINDS, Counting, Epochs, Plain, Stateful
+from orchestrator.compat.streams import divides_by_rank
 from orchestrator.strategies.data.datasets import check_dataset, first_item, is_stream, known_length
 from orchestrator.worker.data.data_loader import DataError
 from orchestrator.worker.data.stream import MAX_STATE_BYTES, Mark, StreamReader
@@ -339,7 +340,7 @@ def test_datasets_with_an_index_are_none() -> None:
         (None, r"job\.dataset\('train'\) returns None; return a dataset \(only the validation set may be missing\)"),
         (DataLoader(Rows([1])), r"returns a DataLoader; return its \.dataset instead, its collate_fn from"),
         (iter([1]), r"returns a list_iterator, which can be read only once; return an IterableDataset"),
-        (object.__new__(ray.data.Dataset), r"returns a ray\.data\.Dataset, which has no position .* write_parquet\(\)"),
+        (object.__new__(ray.data.Dataset), r"returns a Dataset, which only the workers of a run can read"),
         (Rows([]), r"job\.dataset\('train'\): the dataset is empty"),
         (7, r"int must be map-style, with __len__ and __getitem__, or a stream, with __iter__"),
     ],
@@ -354,3 +355,28 @@ def test_what_is_no_dataset_is_refused(dataset: Any, message: str) -> None:
 
 def test_helpers_have_every_kind() -> None:
     assert all(is_stream(kind([])) for kind in KINDS.values())
+
+
+class TakesArguments(Plain):
+    """As the streams of LitData and MosaicML do."""
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:
+        return {"n": num_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_a_state_that_needs_arguments_is_not_used() -> None:
+    reader = StreamReader(TakesArguments(list(range(8))))
+    assert reader.read(4, first=0, end=4) == [0, 1, 2, 3]
+    assert reader.bookmark(4) is None
+    assert reader.resume_advice.startswith("its state_dict() needs num_samples; wrap it in a stream that counts")
+
+
+@pytest.mark.parametrize(
+    ("module", "divides"),
+    [("litdata.streaming.dataset", "LitData"), ("streaming.base", "MosaicML Streaming"), ("my.streaming", None)],
+)
+def test_streams_that_divide_their_samples_by_rank_are_known(module: str, divides: str | None) -> None:
+    assert divides_by_rank(type("StreamingDataset", (Plain,), {"__module__": module})([])) == divides

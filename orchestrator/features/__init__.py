@@ -1,0 +1,1 @@
+"""What hangs on the core by few threads, each in a folder of its own. The core imports none of it by name."""

@@ -1,0 +1,222 @@
+"""The process that reads for many ranks: one for each run, or one on each node."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from orchestrator.compat.ray import datasets as ray_data
+from orchestrator.config.redact import Redactor
+from orchestrator.features.feeding.feed import Feed, Request, Share, Source, failure_of
+from orchestrator.features.feeding.rows import Reading, Rows, is_dataset
+from orchestrator.features.feeding.streams import Stream
+from orchestrator.job import Job
+from orchestrator.protocol.messages import WorkerEnvironment
+from orchestrator.strategies.data.columns import joined
+from orchestrator.strategies.data.datasets import (
+    DatasetError,
+    check_dataset,
+    is_stream,
+    known_length,
+    needs_feeder,
+    opened_dataset,
+)
+from orchestrator.worker.base_actor import job_of
+from orchestrator.worker.data.data_loader import ReadFailure
+
+SAMPLE_S = 300.0
+"""How long the first samples may take that the checks before a run want to see."""
+KEPT_BYTES = 2**28
+"""The size up to which the rows of a split that is evaluated stay in the object store."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a split of the data is.
+
+    Attributes:
+        is_fed: whether a feeder reads it; each rank reads a map-style dataset by itself.
+        length: the number of samples of an epoch, if that is known without reading them.
+    """
+
+    is_fed: bool
+    length: int | None = None
+
+
+class Feeder:
+    """Answers the ranks of a run. Its methods are called by several threads, and return an error as a text.
+
+    Args:
+        job: the job, whose data it opens.
+        seed: of the run.
+        window: ``data.shuffle_window``.
+        count: the samples of a global batch of training.
+    """
+
+    def __init__(self, job: Job, *, seed: int, window: int, count: int):
+        self._job = job
+        self._seed = seed
+        self._window = window
+        self._count = count
+        self._lock = threading.Lock()
+        self._feeds: dict[tuple[str, int], Feed] = {}
+        self._opened: dict[str, Any] = {}
+        self._heads: dict[str, Sequence[Any]] = {}
+
+    def take(self, split: str, request: Request) -> Share | ReadFailure | None:
+        """See :meth:`Feed.take`."""
+        repeats = not request.once
+        with self._lock:
+            key = (split, 0 if repeats else request.count)
+            feed = self._feeds.setdefault(
+                key,
+                Feed(
+                    functools.partial(self._source, split, count=request.count, repeats=repeats),
+                    keep_bytes=0.0 if repeats else KEPT_BYTES,
+                ),
+            )
+        return feed.take(request)
+
+    def head(self, split: str, count: int) -> Sequence[Any] | ReadFailure:
+        """Return the first samples of a split in its own order, ``count`` of them if there are so many."""
+        try:
+            with self._lock:
+                found = self._heads.get(split, ())
+                if len(found) < count:
+                    found = self._heads[split] = self._read_head(split, count)
+            return found[:count]
+        except Exception as e:
+            return failure_of(e)
+
+    def about(self, split: str) -> About | ReadFailure:
+        """Return what kind of data a split is."""
+        try:
+            with self._lock:
+                dataset = self._open(split)
+                if needs_feeder(dataset):
+                    return About(is_fed=True, length=ray_data.known_count(dataset) if is_dataset(dataset) else None)
+                is_missing = dataset is None and split != "train"
+                if not is_missing:
+                    check_dataset(dataset, split=split)
+                is_fed = not is_missing and is_stream(dataset)
+                return About(is_fed=is_fed, length=known_length(dataset) if is_fed else None)
+        except Exception as e:
+            return failure_of(e)
+
+    def close(self, split: str) -> None:
+        """End reading a split that is evaluated, until it is asked for again."""
+        with self._lock:
+            feeds = [feed for (of, _), feed in self._feeds.items() if of == split]
+        for feed in feeds:
+            feed.close()
+
+    def _read_head(self, split: str, count: int) -> Sequence[Any]:
+        source = self._source(split, count=count, repeats=False)
+        parts, rows = [], 0
+        chunks = source.read(None, 0)
+        for _, chunk in chunks:
+            taken = min(len(chunk), count - rows)
+            parts.append(chunk.part(0, taken).load(ray_data.columns))
+            rows += taken
+            if rows >= count:
+                break
+        chunks.close()
+        if not parts:
+            raise DatasetError(f"job.dataset({split!r}): the stream has no samples; give it at least one")
+        return joined(parts)  # type: ignore[no-any-return]
+
+    def _source(self, split: str, *, count: int, repeats: bool) -> Source:
+        if needs_feeder(self._open(split)):
+            window = self._window if repeats else 0
+            reading = Reading(split=split, seed=self._seed, window=window, repeats=repeats, cpus=_cpus())
+            return Rows(functools.partial(self._open, split, again=True), reading)
+        return Stream(lambda: self._open(split, again=True), split=split, seed=self._seed, count=count, repeats=repeats)
+
+    def _open(self, split: str, *, again: bool = False) -> Any:
+        """Return the data of a split, or new ones."""
+        if split not in self._opened or again:
+            with ray_data.in_order():
+                dataset = opened_dataset(self._job, split, self._seed)
+            self._opened[split] = dataset
+        return self._opened[split]
+
+
+class FeederActor:
+    """The feeder as a Ray actor."""
+
+    def __init__(self, packed: bytes, window: int):
+        environment: WorkerEnvironment = pickle.loads(packed)
+        self._make = functools.partial(_feeder_of, environment, window)
+        self._lock = threading.Lock()
+        self._feeder: Feeder | None = None
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the feeder, which is made at the first call. An error of the job is returned as a text."""
+        try:
+            with self._lock:
+                self._feeder = self._feeder or self._make()
+        except Exception as e:
+            return failure_of(e)
+        return getattr(self._feeder, name)(*arguments)
+
+
+def head_in_task(job: Job, split: str, seed: int, count: int) -> Sequence[Any] | str:
+    """Return the first samples of a split, or why they cannot be read. The nodes have to have the code of the job."""
+
+    def head(data: bytes) -> Sequence[Any] | ReadFailure:
+        return Feeder(ray.cloudpickle.loads(data), seed=seed, window=0, count=count).head(split, count)
+
+    options = {"num_cpus": 0, "max_retries": 0, "runtime_env": with_paths(sys.path)}
+    try:
+        found = ray.get(ray.remote(head).options(**options).remote(ray.cloudpickle.dumps(job)), timeout=SAMPLE_S)
+    except ray.exceptions.RayError as e:
+        found = ReadFailure(str(e).strip().splitlines()[-1])
+    return f"and no sample of it can be read now: {found.message}" if isinstance(found, ReadFailure) else list(found)
+
+
+def with_paths(paths: Sequence[str]) -> dict[str, Any]:
+    """Return the runtime environment in which the tasks of the data find the modules of the job, too."""
+    own = dict(ray.get_runtime_context().runtime_env)
+    variables = {**own.get("env_vars", {})}
+    before = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+    installed = (sys.prefix, sys.base_prefix, "site-packages", "dist-packages")  # as each node has them
+    further = [str(Path(path).resolve()) for path in paths if not any(part in path for part in installed)]
+    variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*before, *further])))
+    return {**own, "env_vars": variables}
+
+
+def _feeder_of(environment: WorkerEnvironment, window: int) -> Feeder:
+    redactor = Redactor.of_process()
+    redactor.learn(environment.config)
+    job = job_of(environment, redactor)
+    config = environment.config
+    return Feeder(job, seed=config.seed, window=window, count=config.train.global_batch_size)
+
+
+def _cpus() -> float | None:
+    """Return the most CPUs that tasks may use: those of this machine if Ray counts more than it has.
+
+    Raises:
+        DatasetError: the workers have reserved all of them.
+    """
+    free, total = ray_data.free_cpus()
+    cores = len(os.sched_getaffinity(0))
+    if total > 4 * max(cores, os.cpu_count() or 1) * max(1, len(ray.nodes())):
+        return float(max(1, cores))
+    if free < 1:
+        raise DatasetError(
+            f"job.dataset: {total - free:g} of the {total:g} CPUs of the cluster are reserved, by the workers of this "
+            "run and by others, so that the tasks of Ray Data would wait for ever; lower strategy.num_workers or "
+            "cluster.cpus_per_worker, or add nodes"
+        )
+    return None

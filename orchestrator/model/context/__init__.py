@@ -1,0 +1,1 @@
+"""A model of which each rank computes some tokens of every sample."""

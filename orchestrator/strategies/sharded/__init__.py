@@ -1,1 +1,0 @@
-"""Strategies that divide each tensor of the model over workers."""

@@ -1,0 +1,41 @@
+"""How a verb ends: with an exit code, and one message for what its body raises."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from orchestrator.config.build import ConfigError
+from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.user_code.errors import exits_refused
+from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED
+
+
+def outcome(
+    verb: str, body: Callable[[], int], redactor: Redactor, *, refused: tuple[type[Exception], ...] = ()
+) -> int:
+    """Run a verb whose output is masked; returns the exit code.
+
+    Args:
+        body: does the work, and returns the exit code if it raises nothing.
+        refused: exceptions about what was asked for. The traceback of others is printed.
+    """
+    with masked_output(redactor):
+        try:
+            with exits_refused(hard=True):
+                return body()
+        except refused as e:
+            from orchestrator.display.plain_text import refuse
+
+            return refuse(verb, e)
+        except ConfigError as e:
+            from orchestrator.display.report import errors_text
+
+            print(errors_text(e.errors), file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except Exception:
+            traceback.print_exc()  # here, because the interpreter would print it unmasked
+            return FAILED

@@ -1,0 +1,68 @@
+"""Rows of a ``ray.data.Dataset`` on a store, read on a node without a worker, by a run that is killed and resumed."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pyarrow.fs import LocalFileSystem, S3FileSystem, copy_files
+from ray.cluster_utils import Cluster
+
+from helpers.conformance.reference import plain_losses
+from helpers.jobs.row_jobs import RowJob, write_files
+from helpers.records.runs import events, losses, wait_for_step
+from helpers.servers.object_store import BUCKET, S3Server, s3  # noqa: F401 - s3 is a fixture
+from orchestrator.compat.ray.side_effects import without_services
+
+HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
+STEPS, BATCH = 40, 36
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two nodes with room for a worker of two CPUs each."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with without_services():
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": HEALTH})
+        made.add_node(num_cpus=2)
+        yield made
+        made.shutdown()
+
+
+@pytest.mark.campaign
+def test_a_node_of_data_and_the_driver_are_lost_and_the_losses_are_those_of_a_plain_loop(
+    s3: S3Server,  # noqa: F811
+    cluster: Cluster,
+    launch: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    expected = plain_losses(RowJob(), batch=BATCH, steps=STEPS)
+    write_files(tmp_path / "rows")
+    store = S3FileSystem(endpoint_override=s3.environment["AWS_ENDPOINT_URL"])
+    copy_files(str(tmp_path / "rows"), f"{BUCKET}/rows", LocalFileSystem(), store)
+    only_data = cluster.add_node(num_cpus=1)
+    words = (
+        f"cluster.address={cluster.address}", "cluster.cpus_per_worker=2", "strategy=ddp", "strategy.num_workers=2",
+        "job._target_=helpers.jobs.row_jobs.RowJob", "job.kind=dying", f"job.folder=s3://{BUCKET}/rows",
+        f"job.mark={tmp_path / 'died'}", "job.pause_ms=300", f"train.steps={STEPS}", f"train.global_batch_size={BATCH}",
+        "train.log_every=1", "train.eval_every=0", "checkpoint.every=5", "tracking=none", "data.batches_ahead=2",
+    )  # fmt: skip
+    first = launch(*words, RAY_AUTH_MODE="disabled")
+    run_dir = wait_for_step(tmp_path, 4)
+    cluster.remove_node(only_data, allow_graceful=False)
+    cluster.add_node(num_cpus=1)
+    wait_for_step(tmp_path, 22)
+    everyone = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for process in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    second = launch(*words, f"resume={run_dir}", RAY_AUTH_MODE="disabled")
+    output, _ = second.communicate(timeout=400)
+    assert second.returncode == 0, output
+    assert losses(run_dir) == pytest.approx(expected, rel=1e-4)
+    assert (tmp_path / "died").exists()
+    assert events(run_dir, "worker_lost") == [], "the workers go on"

@@ -1,0 +1,164 @@
+"""Jobs whose samples are rows of parquet files, read by Ray Data, as a stream, or by a function of the epoch."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from orchestrator.features.feeding.window import shuffled
+from orchestrator.job import Job, Split
+
+ROWS, FILES, WIDTH = 400, 4, 6
+
+
+def columns() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    found: dict[str, Any] = {f"x{i}": random.normal(size=ROWS).astype(np.float32) for i in range(WIDTH)}
+    return {**found, "y": (found["x0"] > 0).astype(np.int64)}
+
+
+def write_files(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    each = ROWS // FILES
+    for number in range(FILES):
+        part = {name: column[number * each : (number + 1) * each] for name, column in columns().items()}
+        pq.write_table(pa.table(part), folder / f"{number}.parquet", row_group_size=each // 4)
+
+
+def joined(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"x": np.stack([batch[f"x{i}"] for i in range(WIDTH)], axis=1), "y": batch["y"]}
+
+
+class InOrder(IterableDataset[Any]):
+    """The rows one after the other; ``kept`` chooses some of them."""
+
+    def __init__(self, kept: slice = slice(None), rows: dict[str, Any] | None = None):
+        self.rows = {name: column[kept] for name, column in (rows or joined(columns())).items()}
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(len(self.rows["y"])):
+            yield {name: column[i] for name, column in self.rows.items()}
+
+
+def pixels() -> dict[str, Any]:
+    """A hundred images of two pixels."""
+    images = np.random.default_rng(1).integers(0, 256, size=(100, 1, 2, 3), dtype=np.uint8)
+    return {"image": images}
+
+
+def write_images(folder: Path) -> None:
+    from PIL import Image
+
+    folder.mkdir()
+    for number, image in enumerate(pixels()["image"]):
+        Image.fromarray(image).save(folder / f"{number:03}.png")
+
+
+def seen(batch: dict[str, Any]) -> dict[str, Any]:
+    x = batch["image"].reshape(-1, WIDTH).astype(np.float32) / 255
+    return {"x": x, "y": (x[:, 0] > 0.5).astype(np.int64)}
+
+
+class InWindows(InOrder):
+    """The rows as ``data.shuffle_window=64`` orders them, epoch by epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        starts = range(0, ROWS, 64)
+        orders = [shuffled(min(64, ROWS - at), seed=0, epoch=epoch, window=at // 64) + at for at in starts]
+        self.rows = {name: column[np.concatenate(orders)] for name, column in joined(columns()).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowJob(Job):
+    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies."""
+
+    folder: str = ""
+    kind: str = "stream"
+    mark: str = ""
+    pause_ms: float = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def dataset(self, split: Split) -> Any:
+        if self.kind == "stream":
+            return InOrder() if split == "train" else InOrder(slice(0, ROWS // FILES))
+        if self.kind == "windows":
+            return InWindows()
+        if self.kind == "pixels":
+            return InOrder(rows=seen(pixels()))
+        if self.kind == "images":
+            return ray_data().read_images(self.folder).map_batches(seen)
+        if split == "val":
+            return made(f"{self.folder}/0.parquet")
+        if self.kind == "function":
+            return lambda epoch: made(self.folder)
+        if self.kind == "dying":
+            return made(self.folder).map_batches(dying_once, fn_args=(self.mark,))
+        if self.kind == "failing":
+            return made(self.folder).map_batches(failing)
+        if self.kind == "unseeded":
+            return made(self.folder).random_shuffle()
+        if self.kind == "halved":
+            return made(self.folder).map_batches(even_rows)
+        if self.kind == "drawn":
+            return made(self.folder).map_batches(noisy)
+        if self.kind == "empty":
+            return made(self.folder).filter(lambda row: False)
+        if self.kind == "missing":
+            return ray_data().from_items([{"x": 1.5, "y": number if number else None} for number in range(3)])
+        assert self.kind == "rows"
+        return made(self.folder)
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(inputs["x"])
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        if self.pause_ms and torch.is_grad_enabled():
+            time.sleep(self.pause_ms / 1e3)
+        return F.cross_entropy(output, target["y"])
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+def ray_data() -> Any:
+    import ray.data
+
+    return ray.data
+
+
+def made(path: str) -> Any:
+    return ray_data().read_parquet(path).map_batches(joined)
+
+
+def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Ray Data calls this in a process of its own, which dies the first time."""
+    if not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+
+def failing(batch: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError("this row is broken")
+
+
+def noisy(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "x": batch["x"] + np.random.default_rng().normal(size=batch["x"].shape)}
+
+
+def even_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: column[::2] for name, column in batch.items()}
