@@ -65,15 +65,19 @@ def check_job(
 
     on_tasks: list[str] = []
 
-    def check() -> tuple[tuple[str, ...], list[str]]:
+    def check() -> tuple[tuple[str, ...], list[str], bool]:
         found: list[str] = []
+        needs_tasks = False
         if config.plan:  # which says what reads the data; the workers of a run open it anyway
-            with contextlib.suppress(Exception):
-                opened_dataset(job, "train", config.seed)
-        return rules.check(config, job, plan, found), found
+            try:
+                with contextlib.suppress(Exception):
+                    opened_dataset(job, "train", config.seed)
+            except NeedsFeederError:
+                needs_tasks = True
+        return rules.check(config, job, plan, found), found, needs_tasks
 
     try:
-        notes, found = _with_samples(config, job, check, on_tasks=on_tasks)
+        notes, found, needs_tasks = _with_samples(config, job, check, on_tasks=on_tasks)
     except ChildDiedError as e:
         what = f"a process that built the job's model without memory, to check it, {e}"
         if plan.pipeline is None:
@@ -84,7 +88,7 @@ def check_job(
         )
         return ()
     errors += found
-    if on_tasks:
+    if on_tasks or needs_tasks:
         note, error = cpus_for_data(plan, nodes)
         errors += [] if error is None else [error]
         notes = (*notes, note)
