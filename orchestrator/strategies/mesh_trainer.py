@@ -64,8 +64,7 @@ class MeshTrainer(Trainer):
         parts: what of each sample and of the layers it computes, where several ranks do so together.
         sums: how the gradients of a step are summed first, while there is a process group.
         owner: the elements that this rank updates.
-        recovery: what ranks that have parts do for each other.
-        saving: what each of them saves.
+        recovery, saving: what ranks that have parts do for each other, and what each of them saves.
     """
 
     compares_whole = True
@@ -345,14 +344,12 @@ class MeshTrainer(Trainer):
     def capture(
         self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
     ) -> TrainState | None:
-        position = {"step": step, "samples_consumed": samples_consumed}
-        if part:
-            return self.saving.share(**position, into=into)
-        if self.context.mesh.is_divided:
-            return self.saving.gathered(self.saving.share(**position))
+        if part or self.context.mesh.is_divided:
+            own = self.saving.share(step=step, samples_consumed=samples_consumed, into=into if part else None)
+            return own if part else self.saving.gathered(own)
         # The errors of PowerSGD are the one state that differs by rank; their mean is saved. Collective.
         tensors = {} if self._powersgd is None else self._powersgd.state()
-        state = super().capture(**position, into=into)
+        state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
             # No parameter has these names, so other strategies ignore the tensors.
             state.optimizer.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
@@ -370,11 +367,11 @@ class MeshTrainer(Trainer):
     def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
         if source is not None and not self.context.mesh.is_divided:
             return super().restore(state, source=source)
-        own = state if source is None else self.saving.sent(state, source=source)
-        assert own is not None
-        self.load(own, partial=self.context.mesh.pipeline > 1)
+        state = state if source is None else self.saving.sent(state, source=source)
+        assert state is not None
+        self.load(state, partial=self.context.mesh.pipeline > 1)
         self.owner.exchange()
-        return own.meta
+        return state.meta
 
     # State and recovery
 

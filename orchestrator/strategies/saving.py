@@ -34,7 +34,7 @@ class Saving:
         """Return whether no rank before this one has this part of the parameter, by this name."""
         return name not in self._trainer.part.sharing.saved_elsewhere and self.saves(name)
 
-    def share(self, *, step: int = 0, samples_consumed: int = 0, into: TrainState | None = None) -> TrainState | None:
+    def share(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
         """Return what this rank saves; None if it saves nothing."""
         if not self._writes:
             return None
