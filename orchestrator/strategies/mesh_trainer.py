@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,27 +25,23 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state
+from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Saved, Traits
 from orchestrator.strategies.data.batch_parts import (
     BatchDivision,
-    by_keys,
-    mean_loss,
     not_compared,
-    warning_about_parts,
 )
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
 from orchestrator.strategies.measure.job_metrics import EvalSums, SumCheck, train_metrics
 from orchestrator.strategies.owner import Own, Shards
-from orchestrator.strategies.parts.part import ModelPart
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.recovery import Recovery
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD
-from orchestrator.strategies.saving import gathered, own_share, saves
-from orchestrator.strategies.slots import Slots, slots_of
+from orchestrator.strategies.saving import Saving
+from orchestrator.strategies.slots import slots_of
 from orchestrator.strategies.sums.mesh_reduction import MeshReduction
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
@@ -59,19 +54,6 @@ from orchestrator.timeline import Span
 COMPARED_BYTES = 2**30
 """The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
 ALL_REDUCE_MS = wait_metric("all_reduce")
-_OUTSIDE = (
-    "If code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
-    "tensors for its next call, put it into an nn.Module; otherwise cut elsewhere with strategy.split, define "
-    "Job.stages, or make job.model() an nn.Sequential"
-)
-"""What a recording of the code between the layers misses."""
-
-
-def part_class(slots: Slots) -> type[ModelPart]:
-    """Return the class of the part. Only one is needed, and each imports another part of torch."""
-    module, _, name = slots.part.partition(":")
-    found: type[ModelPart] = getattr(importlib.import_module(f"{__package__}.parts.{module}"), name)
-    return found
 
 
 class MeshTrainer(Trainer):
@@ -82,7 +64,7 @@ class MeshTrainer(Trainer):
         parts: what of each sample and of the layers it computes, where several ranks do so together.
         sums: how the gradients of a step are summed first, while there is a process group.
         owner: the elements that this rank updates.
-        recovery: what ranks that have parts do for each other.
+        recovery, saving: what ranks that have parts do for each other, and what each of them saves.
     """
 
     compares_whole = True
@@ -100,8 +82,8 @@ class MeshTrainer(Trainer):
             evaluates_padding=self.slots.gathers,
             cuts_batches=self.slots.stages,
         )
-        self.part = part_class(self.slots)(context, job, self.precision)
-        self.recovery = Recovery(self)
+        self.part = self.slots.part_class(context, job, self.precision)
+        self.recovery, self.saving = Recovery(self), Saving(self)
         self.reassign(context)
 
     def reassign(self, context: Context) -> None:
@@ -170,35 +152,11 @@ class MeshTrainer(Trainer):
             )
         with kept_generators(context.device):
             whole = WholeModel(self.job, context, self.precision)
-        return warning_about_parts(
-            whole.model,
-            self.job,
-            train_set,
-            division,
-            device=context.device,
-            precision=self.precision,
-            seed=context.seed,
-            loss=mean_loss(self.job),
-        )
+        return self.warning_of(whole, division, train_set)
 
-    def _division(self) -> BatchDivision | None:
-        if not self.slots.stages:
-            return super()._division()
-        context, microbatches = self.context, self.part.num_microbatches
-        replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
-        if replicas * slices * microbatches == 1:
-            return None
-        return BatchDivision(
-            by=by_keys(
-                context.options.name,
-                num_workers=context.mesh.num_workers if replicas > 1 else 1,
-                num_microbatches=microbatches,
-                grad_accumulation=slices,
-            ),
-            rows=self.eval_batch_size // microbatches,
-            in_turn=slices * microbatches > 1,
-            cut=replicas * slices == 1,
-        )
+    @property
+    def num_microbatches(self) -> int:
+        return self.part.num_microbatches
 
     def attach(self) -> None:
         """Undo an interrupted step, and connect this rank with those that have other parts, or copies of its own."""
@@ -344,8 +302,8 @@ class MeshTrainer(Trainer):
 
     @property
     def remedy(self) -> str:
-        if self.slots.stages:
-            return f"{_OUTSIDE}. {super().remedy}"
+        if self.part.remedy:
+            return f"{self.part.remedy}. {super().remedy}"
         if not self.slots.has_buckets or getattr(self.context.options, "find_unused_parameters", False):
             return super().remedy
         return (
@@ -381,34 +339,24 @@ class MeshTrainer(Trainer):
         return Saved(writers=mesh.replicas[0], names=self.part.saved_names if mesh.is_divided else ())
 
     def frozen(self) -> Mapping[str, int]:
-        """Return the checksums of parameters under the names by which no rank before this one has them."""
-        elsewhere = self.part.sharing.saved_elsewhere
-        return self.trained.frozen(lambda name: name not in elsewhere and saves(name, self.trained, self.context))
+        return self.trained.frozen(self.saving.is_first_with)
 
     def capture(
         self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
     ) -> TrainState | None:
-        position = {"step": step, "samples_consumed": samples_consumed}
         if part or self.context.mesh.is_divided:
-            own = None
-            if self.context.global_rank in self.saved.writers:
-                state = self.trained.to_save(**position, into=into if part else None, left_out=self.left_out)
-                own = own_share(state, self.part, self.trained, self.context)
-            return own if part else gathered(own, self.part, self.context)
+            own = self.saving.share(step=step, samples_consumed=samples_consumed, into=into if part else None)
+            return own if part else self.saving.gathered(own)
         # The errors of PowerSGD are the one state that differs by rank; their mean is saved. Collective.
         tensors = {} if self._powersgd is None else self._powersgd.state()
-        state = super().capture(**position, into=into)
+        state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
             # No parameter has these names, so other strategies ignore the tensors.
             state.optimizer.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
         return state
 
     def gather_model(self) -> Mapping[str, Tensor] | None:
-        own = None
-        if self.context.global_rank in self.saved.writers:
-            live = self.trained.snapshot(step=0, samples_consumed=0, live=True)
-            own = own_share(replace(live, optimizer={}), self.part, self.trained, self.context)
-        whole = gathered(own, self.part, self.context)
+        whole = self.saving.gathered(self.saving.live_model())
         return None if whole is None else whole.model
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = True) -> None:
@@ -417,21 +365,11 @@ class MeshTrainer(Trainer):
         super().load(state, partial=partial, consume=consume)
 
     def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
-        has_all = self.context.mesh.pipeline == 1  # so that a tensor that is not wanted is of another model
-        if source is not None:
-            if not self.context.mesh.is_divided:
-                return super().restore(state, source=source)
-            wanted = {*self.trained.module().state_dict(), *self.part.sharing.first_names.values()}
-            state = broadcast_state(
-                state,
-                source=source,
-                rank=self.context.global_rank,
-                device=self.context.device,
-                keep=lambda name: has_all or name in wanted,
-                boxes=self.trained.boxes,
-            )
+        if source is not None and not self.context.mesh.is_divided:
+            return super().restore(state, source=source)
+        state = state if source is None else self.saving.sent(state, source=source)
         assert state is not None
-        self.load(state, partial=not has_all)
+        self.load(state, partial=self.context.mesh.pipeline > 1)
         self.owner.exchange()
         return state.meta
 

@@ -45,14 +45,13 @@ from orchestrator.strategies.measure.job_metrics import (
     evaluation_metrics,
     train_metrics,
 )
-from orchestrator.strategies.passes import Passes
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.strategies.update.job_optimizer import Closure, evaluation_weights, optimizer_of
 from orchestrator.strategies.update.weight_average import averaged as averaged_weights
-from orchestrator.strategies.whole_model import WholeModel
+from orchestrator.strategies.whole_model import Passes, WholeModel
 
 LOSS_SCALE = MetricSpec(name="train/loss_scale")
 
@@ -105,10 +104,14 @@ class Trainer(ComparedTrainer):
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves; see :func:`warning_about_parts`."""
-        context, passes = self.context, self.passes
-        assert isinstance(passes, WholeModel)
+        assert isinstance(self.passes, WholeModel)
+        return self.warning_of(self.passes, division, train_set)
+
+    def warning_of(self, passes: WholeModel, division: BatchDivision, train_set: Dataset[Any]) -> str | None:
+        """Compare a batch with its halves in the model of ``passes``."""
+        context = self.context
         return warning_about_parts(
-            model,
+            passes.model,
             self.job,
             train_set,
             division,
@@ -356,16 +359,23 @@ class Trainer(ComparedTrainer):
             self.hooks.warn(metrics.warning)
             metrics.warning = None
 
+    @property
+    def num_microbatches(self) -> int:
+        """The parts of a slice."""
+        return 1
+
     def _division(self) -> BatchDivision | None:
         """Return how this strategy divides the global batch; None if it does not."""
-        context, options = self.context, self.context.options
+        context, options, microbatches = self.context, self.context.options, self.num_microbatches
         replicas, slices = context.mesh.data_parallel_size * context.num_devices, context.train.grad_accumulation
-        if replicas * slices == 1:
+        if replicas * slices * microbatches == 1:
             return None
+        workers = replicas if context.pipeline is None or replicas == 1 else context.mesh.num_workers
         return BatchDivision(
-            by=by_keys(options.name, num_workers=replicas, grad_accumulation=slices),
-            rows=self.eval_batch_size // context.num_devices,
-            in_turn=slices > 1,
+            by=by_keys(options.name, num_workers=workers, num_microbatches=microbatches, grad_accumulation=slices),
+            rows=self.eval_batch_size // context.num_devices // microbatches,
+            in_turn=slices * microbatches > 1,
+            cut=replicas * slices == 1,
             synchronous=registry.load(options.name).is_synchronous(options),
         )
 

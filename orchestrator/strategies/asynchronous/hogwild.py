@@ -137,6 +137,7 @@ class Hogwild(Trainer):
         return admitted
 
     def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        assert source is not None  # there is one writer
         context = self.context
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         with self.quiesced():

@@ -275,8 +275,9 @@ class AnyProduct(Product):
         replicas, rest = divmod(num_workers, mesh.num_workers // mesh.replicate)
         if rest or not replicas:
             return None
-        sizes = {"pipeline": mesh.pipeline, "shard": mesh.shard, "replicate": replicas}
-        of_size = replace(options, num_workers=num_workers, **sizes)
+        of_size = replace(
+            options, num_workers=num_workers, pipeline=mesh.pipeline, shard=mesh.shard, replicate=replicas
+        )
         return of_size if pipeline is None else at_other_size(of_size, mesh, pipeline, replicas=replicas)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import MASK, Redactor
-from orchestrator.config.run_settings import settings_of_run
+from orchestrator.config.text import settings_of_run
 
 
 @pytest.mark.parametrize(

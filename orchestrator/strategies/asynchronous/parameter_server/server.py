@@ -136,6 +136,7 @@ class Server(Strategy):
         return TrainState(model={}, optimizer=self._shards.optimizer_tensors(), meta={})
 
     def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        assert source is not None  # there is one writer
         state = broadcast_state(state, source=source, rank=self.context.global_rank, device=CPU)
         self._build(state)
         self._continue_from(state.step)
