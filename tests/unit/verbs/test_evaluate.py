@@ -112,6 +112,6 @@ def test_a_run_that_does_not_exist_and_a_cluster_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main(["nothing", "--output-dir", str(tmp_path)]) == 2
-    assert "nothing: no such run" in capsys.readouterr().err
+    assert "nothing: there are no runs in" in capsys.readouterr().err
     assert evaluate.main(["nothing", "--address", "http://head:8265"]) == 2
     assert "use `orchestrator submit` with evaluate=<run>" in capsys.readouterr().err
