@@ -66,7 +66,7 @@ class Steps:
         """Measure from here on, for the steps of a generation."""
         done, strategy = self._position.step, self._strategy
         # Counting takes time, and the first step ends the start of a run or a recovery.
-        at_step = done + 2 if strategy.counts_flops else None
+        at_step = done + 2 if strategy.traits.counts_flops else None
         compiled = self._train.compile is not False
         self._flop_meter = FlopMeter(self._device, at_step=at_step, compiled=compiled, share=strategy.flop_share)
         self.window = Window(device=self._device, total_steps=self._train.steps - done, first_step=done)
@@ -82,7 +82,7 @@ class Steps:
         compiled_s = self.compile_meter.seconds
         every = self._train.histograms_every
         observed = every > 0 and step % every == 0
-        strategy.observe = self._histograms.observe if observed else None
+        strategy.hooks.observe = self._histograms.observe if observed else None
         with self._flop_meter.counting(step):
             result = strategy.train_step(
                 batch,
@@ -117,7 +117,7 @@ class Steps:
         point = self.window.close(
             samples_seen=consumed,
             epoch=epoch_of(consumed, dataset_size),
-            lr=strategy.lr,
+            lr=strategy.group_lrs[0],
             grad_norm=result.grad_norm,
             sums=result.metrics,
             comm_ms=strategy.comm_ms(),
@@ -125,12 +125,12 @@ class Steps:
             metrics={**lr_of_groups(strategy.group_lrs), **measured},
             flops=self._flop_meter.step,
         )
-        strategy.confirm()
+        strategy.hooks.confirm()
         self._outbox.put_point(point)
 
     def save_histograms(self, step: int) -> None:
         """Save the histograms of ``step``, if they are due after it."""
-        if self._strategy.observe is not None:
+        if self._strategy.hooks.observe is not None:
             assignment = self.assignment
             self._histograms.save(step=step, rank=assignment.global_rank, world_size=assignment.plan.world_size)
             self.window.timer.restart()
@@ -145,8 +145,8 @@ class Steps:
         if train.on_nonfinite != "skip" and train.precision != "fp16":
             return
         with self._strategy.quiesced():
-            own = {"updates": self._updates if self._strategy.reads_data else 0}
+            own = {"updates": self._updates if self._strategy.traits.reads_data else 0}
             found = total(gather_json(own, world_size=self.assignment.plan.world_size, device=self._device))
-        self._strategy.confirm()
+        self._strategy.hooks.confirm()
         if not found["updates"]:
             raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)

@@ -153,7 +153,7 @@ class JobData:
             self._loading(self._assignment.plan.loader_processes),
             samples_consumed=samples_consumed,
             steps=steps,
-            read=self._strategy.reads_data,
+            read=self._strategy.traits.reads_data,
         )
         self._outbox.begin_loader()
         return self._copied_ahead(batches) if self._assignment.plan.loader_processes else batches
@@ -275,7 +275,7 @@ class JobData:
 
     def _copied_ahead(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """Return ``batches``; on a GPU, copies of them that begin one ahead."""
-        if self._device.type == "cpu" or not self._strategy.reads_data:
+        if self._device.type == "cpu" or not self._strategy.traits.reads_data:
             return batches
         return prefetched(batches, SideStream(self._device))
 
@@ -289,8 +289,8 @@ class JobData:
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
-            read=self._strategy.reads_data,
-            pad_ragged=self._strategy.cuts_batches,
+            read=self._strategy.traits.reads_data,
+            pad_ragged=self._strategy.traits.cuts_batches,
             seed=self._assignment.config.seed,
         )
 
@@ -337,7 +337,7 @@ class JobData:
             )
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)
-        if self._strategy.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
+        if self._strategy.traits.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
             self._skip(self._reader, count)
         return self._reader
 
