@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.jobs.row_jobs import write_files
 from helpers.machines.commands import environment
 from helpers.records.runs import in_campaign
 
@@ -94,3 +95,29 @@ def test_a_run_writes_nothing_to_standard_error(tmp_path: Path) -> None:
         timeout=90,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+ROWS = """
+import sys
+from orchestrator import run
+
+result = run(["strategy=ddp", "strategy.num_workers=2", "job._target_=helpers.jobs.row_jobs.RowJob", "job.kind=rows",
+              f"job.folder={sys.argv[1]}", "train.epochs=0.25", "train.global_batch_size=36", "tracking=none"])
+print("ended:", result.exit_code, result.summary["steps"], result.reason)
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_it_has_cpus_for_tasks_that_read_the_data(tmp_path: Path) -> None:
+    """Also where the command has not started it early."""
+    write_files(tmp_path / "rows")
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS, str(tmp_path / "rows")],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert "ended: 0 3" in done.stdout, done.stdout + done.stderr

@@ -112,16 +112,22 @@ def test_it_is_a_note_elsewhere(golden: Golden) -> None:
 
 
 class OnTasks(Toy):
-    """Its data is made by a function that needs a cluster, which this process is not connected to."""
+    """Its data is made by a function that needs a Ray, which this process is not connected to."""
 
     def dataset(self, split: Split) -> Any:
         return lambda epoch: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [DDP, pipeline("1F1B", 2)], ids=["ddp", "pipeline"])
 def test_data_that_only_a_cluster_can_read_is_no_secret(options: StrategyConfig) -> None:
+    """A strategy that needs samples gets them from a process with a Ray of its own, or an error of that."""
     config, errors = replace(config_of(Case(job=OnTasks(), options=options), 2), plan=True), list[str]()
+    config = replace(config, recovery=replace(config.recovery, build_max_s=200))
     notes = check_job(registry.load(options.name), config, OnTasks(), plan_of(config), errors)
     assert notes[-1] == "the data is read by tasks beside the workers, on the cores of this machine"
-    needed = "read by tasks of a cluster, of which a sample is needed before the run; use cluster=auto, or strategy=ddp"
+    needed = (
+        "read by tasks of a cluster, and no sample of it can be read now: job.dataset('train') returns a function that "
+        "makes a NoneType; let it make a ray.data.Dataset"
+    )
     assert errors == ([] if options is DDP else [f"strategy=pipeline: job.dataset('train') is {needed}"])
