@@ -96,6 +96,8 @@ def settings_of_run(overrides: Sequence[str]) -> str:
 
     ``overrides``: with secrets masked; options among them are left out.
     """
+    if any(word.startswith("evaluate=") for word in overrides):
+        return ""  # an evaluation repeats the settings of a run
     told = {key: word for word in overrides if (key := _telling_key(word)) is not None}
     is_named = any(word.startswith("name=") for word in overrides)
     names = ("job", "strategy") if not is_named else ()

@@ -312,7 +312,7 @@ class Loop:
                     if self.config.strategy.gathers:
                         keep_if_plentiful(self.assignment.plan.world_size)
                 if steps.is_logged(step):
-                    steps.log(result, data.samples_per_epoch)
+                    steps.log(result, data.samples_per_epoch, data.metrics())
                     self._checkpoints.report()
                 steps.save_histograms(step)
                 if step == first_step and self.assignment.generation == 1 and not self._has_all_steps:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.metrics import Metric
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.model_state import total
 from orchestrator.state.transport import gather_json
@@ -104,9 +105,15 @@ class Steps:
         """Return whether a point is logged after ``step``."""
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
-    def log(self, result: StepResult, dataset_size: int | None) -> None:
-        """Log a point after the step with this ``result``; ``dataset_size``: the samples of an epoch, if known."""
+    def log(self, result: StepResult, dataset_size: int | None, of_data: Mapping[str, Metric]) -> None:
+        """Log a point after the step with this ``result``.
+
+        Args:
+            dataset_size: the samples of an epoch, if known.
+            of_data: the metrics of the data.
+        """
         consumed, strategy = self._position.samples_consumed, self._strategy
+        measured = {**self.compile_meter.metrics(), **strategy.metrics(), **of_data}
         point = self.window.close(
             samples_seen=consumed,
             epoch=epoch_of(consumed, dataset_size),
@@ -115,7 +122,7 @@ class Steps:
             sums=result.metrics,
             comm_ms=strategy.comm_ms(),
             spans=strategy.spans(),
-            metrics={**lr_of_groups(strategy.group_lrs), **self.compile_meter.metrics(), **strategy.metrics()},
+            metrics={**lr_of_groups(strategy.group_lrs), **measured},
             flops=self._flop_meter.step,
         )
         strategy.hooks.confirm()

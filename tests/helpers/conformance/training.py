@@ -34,7 +34,7 @@ from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.rendezvous import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
-from orchestrator.worker.data.job_data import Datasets, batches_of
+from orchestrator.worker.data.opened import Datasets, batches_of
 
 CPU = torch.device("cpu")
 made: list[Strategy] = []

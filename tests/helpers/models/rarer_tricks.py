@@ -466,5 +466,10 @@ def words_read_back(model: Language) -> None:
 
 
 @change
+def logits_in_16_bits(model: Language) -> None:
+    model.at_logits = Trick(lambda self, x: x.bfloat16().to(x.dtype), 0, {}, {})
+
+
+@change
 def number_of_rows(model: Language) -> None:
     model.at_logits = Trick(lambda self, x: x / math.log(model.head.weight.shape[0]), 0, {}, {})
