@@ -127,10 +127,6 @@ class Gathered(ModelPart):
         return self.passes.module()
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        return [self.passes.model]
-
-    @property
     def outline(self) -> nn.Module:
         return self.passes.model
 

@@ -70,10 +70,6 @@ class Whole(ModelPart):
         return self.passes.model
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        return [self.passes.model]
-
-    @property
     def outline(self) -> nn.Module:
         return self.passes.model
 
