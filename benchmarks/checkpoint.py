@@ -173,19 +173,19 @@ def run(arm: Arm, strategy: Strategy, folder: Path) -> Saved:
 
 def parts(strategy: Strategy, folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     rank, jointly = strategy.context.global_rank, None
-    if len(strategy.writers) > 1:
+    if len(strategy.saved.writers) > 1:
         store = dist.distributed_c10d._get_default_store()
         writers = Writers(
             store=store,
-            ranks=strategy.writers,
+            ranks=strategy.saved.writers,
             rank=rank,
-            names=strategy.saved_names,
+            names=strategy.saved.names,
             stall_timeout_s=LIMIT_S,
             lost_timeout_s=LIMIT_S,
             ended=threading.Event(),
         )
         jointly = writers.joint_save(str(folder))
-    state = strategy.capture_part(step=1, samples_consumed=8, into=None)
+    state = strategy.capture(part=True, step=1, samples_consumed=8, into=None)
     writer = CheckpointWriter(folder, keep=1, run_uid="benchmark")
     assert state is not None
     assert writer.submit(state, jointly=jointly) is None
@@ -195,7 +195,7 @@ def parts(strategy: Strategy, folder: Path) -> tuple[Callable[[], None], Callabl
         if jointly is None:
             strategy.restore(found, source=0)
         else:
-            strategy.restore_part(found)
+            strategy.restore(found, source=None)
 
     return functools.partial(finish, writer, reports=rank == 0), load_own
 

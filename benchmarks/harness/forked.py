@@ -97,7 +97,7 @@ def time_steps(strategy: Strategy, config: Config) -> StepTimes:
         Loading(collate=job.collate, num_workers=0, pin_memory=False, timeout_s=TIMEOUT_S),
         samples_consumed=0,
         steps=settings.steps,
-        read=strategy.reads_data,
+        read=strategy.traits.reads_data,
     )
     seconds, losses = [], []
     for step, batch in enumerate(batches):

@@ -217,9 +217,10 @@ def _composed_files(overrides: Sequence[Override], files: Files, errors: list[st
     if isinstance(strategy := composed.config.get("strategy"), DictConfig):
         with open_dict(strategy):
             strategy.pop(FIXED, None)
+            written: Any = OmegaConf.to_container(strategy)
             for key in sorted(SIZES.values() & strategy.keys()):
                 if (usual := _usual_key(f"strategy.{key}", composed.config)) != f"strategy.{key}":
-                    OmegaConf.update(composed.config, usual, OmegaConf.to_container(strategy)[key])
+                    OmegaConf.update(composed.config, usual, written[key])
                     del strategy[key]
     for path, section in composed.read.items():
         if files.is_own(path):

@@ -215,7 +215,10 @@ def group_error(override: Override, files: Files) -> str | None:
     if group == "job" and (classes := classes_beside(name)):
         return f"{_typed(override)}: name the class, as in job={classes[0]}"
     hint, valid = did_you_mean(name, known), f"valid: {', '.join(known)}"
-    return f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
+    error = f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
+    if group == "job" and hint == valid and name.isidentifier():
+        error += f"; for one of your own, go to the directory with conf/job/{name}.yaml, or give job=<module>.<class>"
+    return error
 
 
 @own_hydra()

@@ -21,7 +21,7 @@ from rich.segment import ControlType, Segment, SegmentLines
 from rich.text import Text
 
 from orchestrator.display.chosen_metrics import ChosenMetrics
-from orchestrator.display.event_text import Line, describe_event
+from orchestrator.display.event_text import Line, describe_event, stop_text
 from orchestrator.display.panel import RunView, draw, evaluation_line, status_line
 from orchestrator.display.plain_text import clean, number, takes_unicode, writable
 from orchestrator.display.report import verdict
@@ -144,8 +144,11 @@ class PlainConsole:
                 return []
             case events.CheckpointSaved():
                 return [*self._last_metrics(), *describe_event(event)] if self._is_due("checkpoint") else []
-            case events.WorkerFailed() | events.StopRequested():
+            case events.WorkerFailed():
                 return [*self._last_metrics(), *describe_event(event)]
+            case events.StopRequested():
+                text = stop_text(event, step=self._view.step, started=self._view.started)
+                return [*self._last_metrics(), (text, "yellow")]
             case events.RunEnded():
                 return [*self._last_metrics(), *self._ending(event)]
             case events.RankProgress() if event.evaluated and self._clock() - self._printed_at >= _SILENCE_S:

@@ -137,9 +137,21 @@ def _worker_failed(event: events.WorkerFailed) -> list[Line]:
     return lines
 
 
-def stop_text(event: events.StopRequested) -> str:
-    """Return what a signal to stop causes."""
-    return f"{event.signal}: writing a checkpoint before stopping; send it again to stop at once"
+def stop_text(event: events.StopRequested, *, step: int = 1, started: events.RunStarted | None = None) -> str:
+    """Return what a signal to stop causes.
+
+    Args:
+        step: the last step that the run is known to have done.
+        started: the start of the run; None if it is not known.
+    """
+    does = "writing a checkpoint before stopping"
+    if started is not None and started.evaluates:
+        does = "stopping"
+    elif started is not None and not started.steps:
+        does = "waiting for the script, which SIGTERM asks to save and to end"
+    elif not step:
+        does = "stopping before the first step"
+    return f"{event.signal}: {does}; send it again to stop at once"
 
 
 def waiting_text(event: events.WaitingForResources | events.WaitingInQueue) -> str:

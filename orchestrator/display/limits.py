@@ -94,11 +94,10 @@ def _losses(summary: Mapping[str, Any], settings: _Settings) -> Iterator[_Loss]:
         loaders = settings.loader_processes
         wait_ms = pct / 100 * (summary_value(summary, "step_ms_p50") or math.inf)
         loaders_help = loaders > 0 or wait_ms >= _HANDOVER_MS
-        yield _Loss(
-            share_pct=pct,
-            reason=f"waiting for samples, {pct:.0f}% of a step",
-            advice=f"data.num_workers={2 * max(loaders, 1)}" if loaders_help else settings.times(_BATCH),
-        )
+        advice = f"data.num_workers={2 * max(loaders, 1)}" if loaders_help else settings.times(_BATCH)
+        if summary_value(summary, "data_rows_per_s") is not None:  # another process reads, for all ranks
+            advice = "more CPUs for the tasks that read the data, or a larger data.batches_ahead"
+        yield _Loss(share_pct=pct, reason=f"waiting for samples, {pct:.0f}% of a step", advice=advice)
     if (pct := summary_value(summary, "bubble_pct")) is not None:
         yield _bubble(summary, pct, settings)
     if (pct := summary_value(summary, "comm_pct")) is not None:

@@ -285,7 +285,7 @@ def _state(view: RunView) -> Text:
     """The last row: a stop, what the run waits for, or its backend and checkpoint."""
     text, style = "starting the workers", "dim"
     if view.stop:
-        text, style = stop_text(view.stop), "yellow"
+        text, style = stop_text(view.stop, step=view.step, started=view.started), "yellow"
     elif view.waiting:
         text, style = waiting_text(view.waiting), ""
     elif view.generation:

@@ -30,6 +30,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline import trace
+from orchestrator.tracking import wandb
 from orchestrator.tracking.uploader import Upload, Uploader
 from orchestrator.tracking.uri import page_command
 
@@ -225,6 +226,8 @@ class RunEnding:
         commands = [self.resume_command] if not is_over and self._has_checkpoint() else []
         if needs_sync:
             commands.append(self.origin.verb("sync", self.run_dir.location))
+        if self.run_dir.remote is None and (sync := wandb.sync_command(self.run_dir.sinks)) is not None:
+            commands.append(sync)
         if self.in_sweep:
             return tuple(commands)
         if is_over or result.summary.get("steps"):

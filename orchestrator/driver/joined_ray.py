@@ -61,7 +61,7 @@ def ray_of(
         return
     with cluster.embedded(
         config.cluster,
-        num_cpus=max(c.max_cpus for c, _ in planned),
+        num_cpus=max(c.max_cpus for c, _ in planned) + machine.cpus,  # for tasks that read the data
         num_gpus=machine.gpus,
         num_processes=max(s.max_processes for _, s in planned),
         metadata=metadata,

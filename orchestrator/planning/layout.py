@@ -46,9 +46,6 @@ class LayoutRules(Generic[Keys]):
     Pure class methods, called on the driver: there is no process group, no device and no model yet.
     """
 
-    config_class: ClassVar[type[StrategyConfig]]
-    """The dataclass of the strategy's keys, ``strategy.*``."""
-
     runs_script: ClassVar[bool] = False
     """Whether a worker runs a program of the user in place of the training loop. The number of its steps is unknown, it
     saves what it needs itself, and every generation starts it anew."""
@@ -68,7 +65,7 @@ class LayoutRules(Generic[Keys]):
     @classmethod
     def keys(cls, options: StrategyConfig) -> Keys:
         """Return ``options``, which are those of this strategy."""
-        return cast(Keys, cls.config_class.of(options))
+        return cast(Keys, options)
 
     @classmethod
     def is_synchronous(cls, options: Keys) -> bool:

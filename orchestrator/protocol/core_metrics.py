@@ -110,6 +110,17 @@ DATA_WAIT_PCT = MetricSpec(
 )
 """The share of a step that workers wait for samples."""
 
+ROWS_PER_S = MetricSpec(
+    name="perf/data_rows_per_s",
+    reduce="max",
+    format="rate",
+    summaries=(Summary(key="data_rows_per_s", derive="median"),),
+)
+"""The samples in each second that the process needs which reads the data for the ranks."""
+
+STORE_MB = MetricSpec(name="perf/data_store_mb", reduce="max", format="{:,.0f}")
+"""The blocks of rows that this process keeps in the object store."""
+
 COMPUTE_MS, COMM_MS, DATA_WAIT_MS, IDLE_MS = (
     MetricSpec(name=f"perf/{part}_ms", format="{:.3g}", summaries=(Summary(key=f"{part}_ms", derive="median"),))
     for part in ("compute", "comm", "data_wait", "idle")
@@ -165,6 +176,8 @@ CORE_METRICS = (
     STEP_MS,
     COMM_PCT,
     DATA_WAIT_PCT,
+    ROWS_PER_S,
+    STORE_MB,
     COMPUTE_MS,
     COMM_MS,
     DATA_WAIT_MS,

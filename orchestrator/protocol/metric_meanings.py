@@ -42,6 +42,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "perf/idle_ms": "part of a step spent waiting for other stages of a pipeline",
         "perf/comm_pct": "share of a step spent waiting for the gradients of other ranks; on GPUs measured by events",
         "perf/data_wait_pct": "share of a step spent waiting for samples",
+        "perf/data_rows_per_s": "rows of Ray Data, or samples of a stream that is read once, per second in which the "
+        "process that reads for all ranks waits for them",
+        "perf/data_store_mb": "rows that are kept in Ray's object store for the ranks",
         "perf/flops_per_sample": "floating-point operations of matrix products, convolutions and attention, per sample",
         "perf/mfu_pct": "model FLOPs utilization: the rate of these operations over the peak rates of all GPUs",
         "perf/compile_s": "seconds that `torch.compile` has taken so far",

@@ -22,8 +22,12 @@ from orchestrator.storage.remote import is_url
 DEFAULT_OUTPUT_DIR = "outputs"
 NEWEST = "last"
 """What a user types for the newest run."""
+NEWEST_ELSEWHERE = ("latest", "newest", "recent")
+"""What others call it."""
 SUBMISSION_TAG = "submission"
 """The tag of a run with the id of the submitted job that has started it."""
+_REMARK = re.compile(r" \((?:step \d+|pruned)\)")
+"""What MLflow shows after the name and the settings of a run."""
 _ID_SUFFIX = re.compile(r"-\d{4}-\d{6}-[0-9a-f]{4}$")
 """What ``orchestrator submit`` adds to the name of a run."""
 
@@ -102,7 +106,12 @@ class RunSearch:
         elif (found := find_run(text)) is None and not is_url(text):
             found = next(self.named(text, trained=trained), None)
         if found is None:
-            raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them")
+            if "/" not in text and next(self.runs(), None) is None:
+                where = " or ".join(o.path.resolve().as_posix() if o.remote is None else str(o) for o in self.outputs)
+                there = "go to the directory where they were started, or give their --output-dir"
+                raise NoSuchRunError(f"{text}: there are no runs in {where}; {there}")
+            newest = f"; {NEWEST} is the newest one" if text.lower() in NEWEST_ELSEWHERE else ""
+            raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them{newest}")
         return found
 
     def named(self, text: str, *, trained: bool = False) -> Iterator[RunDir]:
@@ -119,6 +128,7 @@ class RunSearch:
         """
         newest_first = sorted(((n, o) for o in self.outputs for n in o.names()), key=lambda n: n[0], reverse=True)
         exact = [(name, output) for name, output in newest_first if text in (name, name.partition("/")[2])]
+        text = _REMARK.sub("", text)
         first, _, _ = text.partition(" ")
         parts = [""] if "=" in first else [f"-{in_job_id(_ID_SUFFIX.sub('', word))}" for word in (text, first)]
         for directory, output in exact or [n for n in newest_first if any(part in in_job_id(n[0]) for part in parts)]:

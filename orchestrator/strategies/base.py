@@ -11,15 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.planning.mesh import Mesh, even_shares
-from orchestrator.planning.plan import Plan
+from orchestrator.planning.mesh import even_shares
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.device import TensorSize
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
@@ -60,6 +57,67 @@ class Compared:
     model: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What is special about a strategy, or a rank of it.
+
+    Attributes:
+        runs_training_step: whether jobs that override ``Job.training_step`` are supported.
+        cuts_batches: whether batches are cut into parts by samples, which have to have one shape.
+        reads_data: whether the rank reads batches; others are given None instead.
+        divides_model: whether no rank has the whole model, so that the ranks gather it for the job to see it.
+        moves_parameters: whether ranks hold parameters, or parts of them, in other memory than ``job.model()`` gives
+            them.
+        evaluates_padding: whether :meth:`Strategy.evaluate` is called for batches without valid samples too, because
+            all ranks compute together.
+        counts_flops: whether the thread that calls :meth:`Strategy.train_step` sees all its operations.
+        nonfinite_advice: what to change after a NaN or infinite loss, if the strategy itself may cause it.
+    """
+
+    runs_training_step: bool = False
+    cuts_batches: bool = False
+    reads_data: bool = True
+    divides_model: bool = False
+    moves_parameters: bool = False
+    evaluates_padding: bool = False
+    counts_flops: bool = True
+    nonfinite_advice: str | None = None
+
+
+@dataclass(kw_only=True)
+class Hooks:
+    """What the worker lends to a strategy, which calls it.
+
+    Attributes:
+        confirm: to be called before an update, before received state is loaded, and before numbers of the device are
+            used: see :mod:`orchestrator.strategies.update.confirmation`.
+        warn: to be called with what the user should know of the job. One rank does.
+        observe: called in a step, before the update, with what this rank has of the parameters, by name, and their
+            gradients. These are of the whole batch, without the factor of the loss, and not clipped. Of all ranks, one
+            has each parameter, or each part of it.
+        update_metrics: called in :meth:`Strategy.evaluate` with the output and the target of the samples that count,
+            maybe in parts.
+    """
+
+    confirm: Callable[[], None] = no_confirmation
+    warn: Callable[[str], None] = lambda text: None
+    observe: Callable[[Iterable[tuple[str, nn.Parameter]]], None] | None = None
+    update_metrics: Callable[[Any, Any], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Who saves a state, and what.
+
+    Attributes:
+        writers: the global ranks that have a part of it; the first one has all the rest.
+        names: the names of all parameters and buffers, in the order of the whole model, if there are several writers.
+    """
+
+    writers: Sequence[int] = (0,)
+    names: Sequence[str] = ()
+
+
 class Strategy(abc.ABC):
     """One rank's part of the model and its update.
 
@@ -67,78 +125,19 @@ class Strategy(abc.ABC):
     :meth:`attach` is the first and :meth:`close` the last.
     """
 
-    runs_training_step = False
-    """Whether the strategy supports jobs that override ``Job.training_step``."""
-
-    cuts_batches = False
-    """Whether batches are cut into parts by samples, which have to have one shape."""
-
-    reads_data = True
-    """Whether this rank reads batches; other ranks are given None instead."""
-
-    divides_model = False
-    """Whether no rank has the whole model, so that the ranks gather it for the job to see it."""
-
-    moves_parameters = False
-    """Whether ranks hold parameters, or parts of them, in other memory than ``job.model()`` gives them."""
-
-    evaluates_padding = False
-    """Whether :meth:`evaluate` is called for batches without valid samples too, because all ranks compute together."""
-
-    confirm: Callable[[], None] = staticmethod(no_confirmation)
-    """Call this before an update, before received state is loaded, and before numbers of the device are used: see
-    :mod:`orchestrator.strategies.update.confirmation`."""
-
-    warn: Callable[[str], None] = staticmethod(lambda text: None)
-    """Call this with what the user should know of the job. One rank does."""
-
-    observe: Callable[[Iterable[tuple[str, nn.Parameter]]], None] | None = None
-    """Called in a step, before the update, with what this rank has of the parameters, by name, and their gradients.
-
-    The gradients are those of the whole batch, without the factor of the loss, and not clipped. Of all ranks, one has
-    each parameter, or each part of it.
-    """
-
-    update_metrics: Callable[[Any, Any], None] | None = None
-    """Called in :meth:`evaluate` with the output and the target of the samples that count, maybe in parts."""
-
-    counts_flops = True
-    """Whether the thread that calls :meth:`train_step` sees all its operations, so that their FLOPs can be counted."""
+    traits: Traits = Traits()
+    """What is special about the strategy, or this rank."""
 
     def flop_share(self) -> float:
         """Return how much the operations that run now count: what several ranks compute alike counts once."""
         return 1
-
-    # On the driver, before anything starts
-
-    @classmethod
-    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
-        """Return the bytes that a worker gathers from others at the same time, for a model without memory."""
-        return 0.0
-
-    @classmethod
-    def why_not_compiled(cls, plan: Plan) -> str | None:
-        """Return why this strategy cannot train a compiled model and what to set instead; None if it can."""
-        return None
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Check that the job's model can be trained by ``plan``, without allocating memory for its tensors.
-
-        Args:
-            outline: the job and its model.
-            errors: receives a line for each reason why the job cannot be trained.
-
-        Returns:
-            Notes for the user, printed with the plan.
-        """
-        return ()
 
     # Set-up on each rank
 
     def __init__(self, context: Context, job: Job):
         self.context = context
         self.job = job
+        self.hooks = Hooks()
 
     @abc.abstractmethod
     def setup(self, train_set: Dataset[Any]) -> None:
@@ -214,13 +213,8 @@ class Strategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def lr(self) -> float:
-        """The learning rate of the next step; with several parameter groups, the rate of the first."""
-
-    @property
     def group_lrs(self) -> Sequence[float]:
-        """The learning rate of each parameter group of the optimizer on this rank."""
-        return (self.lr,)
+        """The learning rate of the next step, of each parameter group of the optimizer on this rank."""
 
     def comm_ms(self) -> float | None:
         """Return how long the last step waited for other ranks, in ms; None if unknown or without communication."""
@@ -237,11 +231,6 @@ class Strategy(abc.ABC):
     def tensor_sizes(self) -> Iterable[TensorSize]:
         """Return the sizes of the tensors of the training state on this rank; empty if unknown."""
         return ()
-
-    @property
-    def nonfinite_advice(self) -> str | None:
-        """What to change after a NaN or infinite loss, if the strategy itself may cause it; None otherwise."""
-        return None
 
     # Evaluation and checkpoints
 
@@ -266,13 +255,12 @@ class Strategy(abc.ABC):
         """
         return contextlib.nullcontext()
 
-    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the weights are those to evaluate, if the optimizer has modes."""
-        return contextlib.nullcontext()
+    def weights_to_evaluate(self, *, averaged: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are those to evaluate, if the optimizer has modes.
 
-    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the weights are their moving average, as ``train.ema_decay`` asks for."""
-        raise NotImplementedError
+        ``averaged``: their moving average, which ``train.ema_decay`` asks for.
+        """
+        return contextlib.nullcontext()
 
     @property
     def eval_batch_size(self) -> int:
@@ -290,16 +278,19 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
         """Copy the state to be saved to host memory. All ranks call this at the same step.
 
         Args:
             step: the last completed step.
             samples_consumed: global samples consumed up to that step.
             into: an earlier snapshot whose memory may be reused.
+            part: copy what this rank writes, which needs no other rank, if there are several writers.
 
         Returns:
-            The state of the whole model on the rank that saves; None on the others.
+            The state of the whole model on the rank that saves, or the part of a writer; None on the others.
         """
 
     def state_to_save(self) -> TrainState | None:
@@ -314,21 +305,9 @@ class Strategy(abc.ABC):
         return contextlib.nullcontext()
 
     @property
-    def writers(self) -> Sequence[int]:
-        """The global ranks that have a part of the state to be saved; the first one has all the rest."""
-        return (0,)
-
-    @property
-    def saved_names(self) -> Sequence[str]:
-        """The names of all parameters and buffers, in the order of the whole model, if there are several writers."""
-        return ()
-
-    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        """Copy this rank's part of the state to be saved to host memory; None unless it is one of the ``writers``.
-
-        It takes the arguments of :meth:`capture`, and needs no other rank.
-        """
-        return self.capture(step=step, samples_consumed=samples_consumed, into=into)
+    def saved(self) -> Saved:
+        """Who saves the state."""
+        return Saved()
 
     def frozen(self) -> Mapping[str, int]:
         """Return the checksums of the parameters that no optimizer updates, by name, of the parts on this rank.
@@ -338,19 +317,9 @@ class Strategy(abc.ABC):
         return {}
 
     @property
-    def left_out(self) -> Mapping[str, int]:
-        """What is left out of the state to be saved, with checksums."""
-        return self.frozen() if self.context.only_trained else {}
-
-    @property
     def own_model(self) -> nn.Module | None:
         """The whole model after the last step, if this rank has all of it; None otherwise."""
         return None
-
-    @property
-    def full_model(self) -> nn.Module | None:
-        """:attr:`own_model` on the one rank that shows it to the job; None elsewhere."""
-        return self.own_model if self.context.global_rank == 0 else None
 
     def gather_model(self) -> Mapping[str, Tensor] | None:
         """Return all tensors of a model that is divided, by name, on rank 0; None on the others. All ranks call this.
@@ -362,27 +331,16 @@ class Strategy(abc.ABC):
     # State and recovery, after attach()
 
     @abc.abstractmethod
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        """Continue on all ranks from a state that rank ``source`` has.
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        """Continue on all ranks from a state.
 
         Args:
-            state: the state on rank ``source``, whose tensors are removed as they are loaded; None on the others.
-            source: the global rank that has the state.
+            state: what rank ``source`` has, whose tensors are removed as they are loaded; None on the others.
+            source: the global rank that has the state; None if each rank has read what it needs, of several writers.
 
         Returns:
             The ``meta`` of the state, on every rank.
         """
-
-    def restore_part(self, state: TrainState) -> dict[str, Any]:
-        """Continue on all ranks from a state that each of them can read; called if there are several ``writers``.
-
-        Args:
-            state: whose tensors are removed as they are loaded.
-
-        Returns:
-            The ``meta`` of the state.
-        """
-        raise NotImplementedError
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
         """Return which states this rank can provide after a failure.

@@ -142,6 +142,6 @@ class ComparedTrainer(Strategy):
         other = "strategy=single"
         if mesh.workers_per_sample > 1 or mesh.pipeline > 1:
             other = "strategy=ddp or strategy=fsdp" + (" without these keys" if mesh.workers_per_sample > 1 else "")
-        elif self.divides_model:
+        elif self.traits.divides_model:
             other = "strategy=ddp"
         return f"Use {other}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,39 +18,30 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
-from orchestrator.config.schema import Config
 from orchestrator.job import Job
-from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.planning.memory import size_text
-from orchestrator.planning.mesh import Mesh
-from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES
 from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state
+from orchestrator.state.transport import CPU
+from orchestrator.strategies.base import Saved, Traits
 from orchestrator.strategies.data.batch_parts import (
     BatchDivision,
-    by_keys,
-    mean_loss,
     not_compared,
-    warning_about_parts,
 )
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
-from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
 from orchestrator.strategies.measure.job_metrics import EvalSums, SumCheck, train_metrics
 from orchestrator.strategies.owner import Own, Shards
-from orchestrator.strategies.parts.part import ModelPart
-from orchestrator.strategies.parts.shard_options import gathered_at_once
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.recovery import Recovery
 from orchestrator.strategies.reduction import Reduction
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD
-from orchestrator.strategies.saving import gathered, own_share, saves
-from orchestrator.strategies.slots import Slots, slots_of
+from orchestrator.strategies.saving import Saving
+from orchestrator.strategies.slots import slots_of
 from orchestrator.strategies.sums.mesh_reduction import MeshReduction
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
@@ -64,19 +54,6 @@ from orchestrator.timeline import Span
 COMPARED_BYTES = 2**30
 """The size of a model that rank 0 builds in a second or two, to compare a batch with its halves."""
 ALL_REDUCE_MS = wait_metric("all_reduce")
-_OUTSIDE = (
-    "If code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or keeps "
-    "tensors for its next call, put it into an nn.Module; otherwise cut elsewhere with strategy.split, define "
-    "Job.stages, or make job.model() an nn.Sequential"
-)
-"""What a recording of the code between the layers misses."""
-
-
-def part_class(slots: Slots) -> type[ModelPart]:
-    """Return the class of the part. Only one is needed, and each imports another part of torch."""
-    module, _, name = slots.part.partition(":")
-    found: type[ModelPart] = getattr(importlib.import_module(f"{__package__}.parts.{module}"), name)
-    return found
 
 
 class MeshTrainer(Trainer):
@@ -87,7 +64,7 @@ class MeshTrainer(Trainer):
         parts: what of each sample and of the layers it computes, where several ranks do so together.
         sums: how the gradients of a step are summed first, while there is a process group.
         owner: the elements that this rank updates.
-        recovery: what ranks that have parts do for each other.
+        recovery, saving: what ranks that have parts do for each other, and what each of them saves.
     """
 
     compares_whole = True
@@ -99,29 +76,15 @@ class MeshTrainer(Trainer):
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
         self.slots = slots_of(context.options, context.mesh)
-        self.divides_model = self.moves_parameters = self.slots.moves_parameters
-        self.evaluates_padding, self.cuts_batches = self.slots.gathers, self.slots.stages
-        self.part = part_class(self.slots)(context, job, self.precision)
-        self.recovery = Recovery(self)
+        self.traits = Traits(
+            divides_model=self.slots.moves_parameters,
+            moves_parameters=self.slots.moves_parameters,
+            evaluates_padding=self.slots.gathers,
+            cuts_batches=self.slots.stages,
+        )
+        self.part = self.slots.part_class(context, job, self.precision)
+        self.recovery, self.saving = Recovery(self), Saving(self)
         self.reassign(context)
-
-    @classmethod
-    def why_not_compiled(cls, plan: Plan) -> str | None:
-        if plan.pipeline is None or not SCHEDULES[plan.pipeline.schedule].splits_backward:
-            return None
-        name = plan.pipeline.schedule
-        return f"{name} computes backward passes in halves, and compiled code cannot; use strategy.schedule=1F1B"
-
-    @classmethod
-    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
-        slots = slots_of(config.strategy, mesh)
-        if not slots.gathers:
-            return 0.0
-        options = MeshConfig.of(config.strategy)
-        share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
-        if not slots.stages or options.reshard_after_forward:
-            return gathered_at_once(options, model, share=share)
-        return share * sum(p.nbytes for p in model.parameters()) / mesh.pipeline
 
     def reassign(self, context: Context) -> None:
         super().reassign(context)
@@ -129,9 +92,12 @@ class MeshTrainer(Trainer):
         if context.pipeline is not None:
             # Of the second halves, it is not known which operations the workers of a layer divide.
             splits = SCHEDULES[context.pipeline.schedule].splits_backward
-            self.counts_flops = not (splits and divides_layers(context.mesh))
             stages = context.pipeline.stages_of(context.pp_rank)
-            self.reads_data = 0 in stages or context.pipeline.num_stages - 1 in stages
+            self.traits = replace(
+                self.traits,
+                counts_flops=not (splits and divides_layers(context.mesh)),
+                reads_data=0 in stages or context.pipeline.num_stages - 1 in stages,
+            )
 
     # Set-up
 
@@ -176,7 +142,7 @@ class MeshTrainer(Trainer):
         Beside the parameters, there are two sets of gradients and activations.
         """
         context = self.context
-        if not self.divides_model:
+        if not self.traits.divides_model:
             return super().warning_about(division, model, train_set)
         size = self.parts.count * sum(parameter.nbytes for parameter in model.parameters())  # of what is divided
         limit = min(COMPARED_BYTES, *(free_memory(device) // 4 for device in (CPU, context.device)))
@@ -186,35 +152,11 @@ class MeshTrainer(Trainer):
             )
         with kept_generators(context.device):
             whole = WholeModel(self.job, context, self.precision)
-        return warning_about_parts(
-            whole.model,
-            self.job,
-            train_set,
-            division,
-            device=context.device,
-            precision=self.precision,
-            seed=context.seed,
-            loss=mean_loss(self.job),
-        )
+        return self.warning_of(whole, division, train_set)
 
-    def _division(self) -> BatchDivision | None:
-        if not self.slots.stages:
-            return super()._division()
-        context, microbatches = self.context, self.part.num_microbatches
-        replicas, slices = context.mesh.data_parallel_size, context.train.grad_accumulation
-        if replicas * slices * microbatches == 1:
-            return None
-        return BatchDivision(
-            by=by_keys(
-                context.options.name,
-                num_workers=context.mesh.num_workers if replicas > 1 else 1,
-                num_microbatches=microbatches,
-                grad_accumulation=slices,
-            ),
-            rows=self.eval_batch_size // microbatches,
-            in_turn=slices * microbatches > 1,
-            cut=replicas * slices == 1,
-        )
+    @property
+    def num_microbatches(self) -> int:
+        return self.part.num_microbatches
 
     def attach(self) -> None:
         """Undo an interrupted step, and connect this rank with those that have other parts, or copies of its own."""
@@ -324,15 +266,17 @@ class MeshTrainer(Trainer):
             return super().evaluate(batch, valid)
 
     @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        with super().averaged_weights():
-            self.owner.exchange(trained=True)
+    def weights_to_evaluate(self, *, averaged: bool = False) -> Iterator[None]:
+        with super().weights_to_evaluate(averaged=averaged):
+            if averaged:
+                self.owner.exchange(trained=True)
             yield
-        self.owner.exchange(trained=True)
+        if averaged:
+            self.owner.exchange(trained=True)
 
     @property
     def own_model(self) -> nn.Module | None:
-        return None if self.divides_model else self.part.module()
+        return None if self.traits.divides_model else self.part.module()
 
     @property
     def kept(self) -> Sequence[object]:
@@ -358,8 +302,8 @@ class MeshTrainer(Trainer):
 
     @property
     def remedy(self) -> str:
-        if self.slots.stages:
-            return f"{_OUTSIDE}. {super().remedy}"
+        if self.part.remedy:
+            return f"{self.part.remedy}. {super().remedy}"
         if not self.slots.has_buckets or getattr(self.context.options, "find_unused_parameters", False):
             return super().remedy
         return (
@@ -390,28 +334,19 @@ class MeshTrainer(Trainer):
     # What is saved
 
     @property
-    def writers(self) -> Sequence[int]:
-        return self.context.mesh.replicas[0]
-
-    @property
-    def saved_names(self) -> Sequence[str]:
-        return self.part.saved_names if self.context.mesh.is_divided else ()
+    def saved(self) -> Saved:
+        mesh = self.context.mesh
+        return Saved(writers=mesh.replicas[0], names=self.part.saved_names if mesh.is_divided else ())
 
     def frozen(self) -> Mapping[str, int]:
-        """Return the checksums of parameters under the names by which no rank before this one has them."""
-        elsewhere = self.part.sharing.saved_elsewhere
-        return self.trained.frozen(lambda name: name not in elsewhere and saves(name, self.trained, self.context))
+        return self.trained.frozen(self.saving.is_first_with)
 
-    def capture_part(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        if self.context.global_rank not in self.writers:
-            return None
-        state = self.trained.to_save(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
-        return own_share(state, self.part, self.trained, self.context)
-
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
-        if self.context.mesh.is_divided:
-            own = self.capture_part(step=step, samples_consumed=samples_consumed, into=None)
-            return gathered(own, self.part, self.context)
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
+        if part or self.context.mesh.is_divided:
+            own = self.saving.share(step=step, samples_consumed=samples_consumed, into=into if part else None)
+            return own if part else self.saving.gathered(own)
         # The errors of PowerSGD are the one state that differs by rank; their mean is saved. Collective.
         tensors = {} if self._powersgd is None else self._powersgd.state()
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
@@ -421,38 +356,22 @@ class MeshTrainer(Trainer):
         return state
 
     def gather_model(self) -> Mapping[str, Tensor] | None:
-        own = None
-        if self.context.global_rank in self.writers:
-            live = self.trained.snapshot(step=0, samples_consumed=0, live=True)
-            own = own_share(replace(live, optimizer={}), self.part, self.trained, self.context)
-        whole = gathered(own, self.part, self.context)
+        whole = self.saving.gathered(self.saving.live_model())
         return None if whole is None else whole.model
-
-    def restore_part(self, state: TrainState) -> dict[str, Any]:
-        self.load(state, partial=self.context.mesh.pipeline > 1)
-        self.owner.exchange()
-        return state.meta
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = True) -> None:
         if self._powersgd is not None:
             self._powersgd.load_state(state.optimizer, steps=state.step)
         super().load(state, partial=partial, consume=consume)
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        if not self.context.mesh.is_divided:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        if source is not None and not self.context.mesh.is_divided:
             return super().restore(state, source=source)
-        wanted = {*self.trained.module().state_dict(), *self.part.sharing.first_names.values()}
-        has_all = self.context.mesh.pipeline == 1  # so that a tensor that is not wanted is of another model
-        return self.restore_part(
-            broadcast_state(
-                state,
-                source=source,
-                rank=self.context.global_rank,
-                device=self.context.device,
-                keep=lambda name: has_all or name in wanted,
-                boxes=self.trained.boxes,
-            )
-        )
+        state = state if source is None else self.saving.sent(state, source=source)
+        assert state is not None
+        self.load(state, partial=self.context.mesh.pipeline > 1)
+        self.owner.exchange()
+        return state.meta
 
     # State and recovery
 

@@ -130,7 +130,7 @@ class Recovery:
             own = torch.stack([torch.ones_like(trained.norm), trained.norm])
         norms = [torch.empty_like(own) for _ in range(self._context.mesh.world_size)]
         dist.all_gather(norms, own)
-        self._trainer.confirm()
+        self._trainer.hooks.confirm()
         if trained.settled and source_step == step + 1:
             norm = next(norm for known, norm in norms if known)
             Trainer.end_step(self._trainer, norm)  # without what follows an update, which needs all ranks

@@ -31,7 +31,6 @@ def register(*names: str) -> Callable[[S], S]:
     """Register the decorated class as the strategies ``names``, which ``MODULES`` and ``BY_STRATEGY`` have too."""
 
     def add(cls: S) -> S:
-        cls.config_class = BY_STRATEGY[names[0]]
         _STRATEGIES.update(dict.fromkeys(names, cls))
         return cls
 

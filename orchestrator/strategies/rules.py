@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 
+from torch import nn
+
 from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.planning.layout import Keys, LayoutRules
@@ -44,10 +46,19 @@ class Rules(LayoutRules[Keys], abc.ABC):
     @classmethod
     def moves_parameters(cls, options: Keys, mesh: Mesh, job: Job) -> bool:
         """Return whether ranks hold parameters, or parts of them, in other memory than ``job.model()`` gives them."""
-        return cls.trainer(options, mesh, job).moves_parameters
+        return cls.trainer(options, mesh, job).traits.moves_parameters
+
+    @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        """Return why this strategy cannot train a compiled model and what to set instead; None if it can."""
+        return None
+
+    @classmethod
+    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
+        """Return the bytes that a worker gathers from others at the same time, for a model without memory."""
+        return 0.0
 
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        """Check what the trainer alone demands of the job: see :meth:`Strategy.check_job`."""
-        trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
-        return trainer.check_job(config, outline, plan, errors)
+        """Check what this strategy alone demands of a job and its model, the ``outline``; see :meth:`check`."""
+        return ()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.planning.mesh import Mesh
 from orchestrator.strategies.keys import MeshConfig
+
+if TYPE_CHECKING:
+    from orchestrator.strategies.parts.part import ModelPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +31,11 @@ class Slots:
     together: bool
 
     @property
-    def part(self) -> str:
-        """The class of the part, as ``module:class`` in ``parts``."""
-        return _PARTS[self.stages, self.gathers]
+    def part_class(self) -> type[ModelPart]:
+        """The class of the part. Only one is needed, and each imports another part of torch."""
+        module, name = _PARTS[self.stages, self.gathers]
+        found: type[ModelPart] = getattr(importlib.import_module(f"{__package__}.parts.{module}"), name)
+        return found
 
     @property
     def has_buckets(self) -> bool:
@@ -42,10 +49,10 @@ class Slots:
 
 
 _PARTS = {
-    (False, False): "whole:Whole",
-    (False, True): "gathered:Gathered",
-    (True, False): "stages:Stages",
-    (True, True): "divided_stages:GatheredStages",
+    (False, False): ("whole", "Whole"),
+    (False, True): ("gathered", "Gathered"),
+    (True, False): ("stages", "Stages"),
+    (True, True): ("divided_stages", "GatheredStages"),
 }
 
 

@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestrator.compat.generators import kept_generators
-from orchestrator.config.schema import Config
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch, to_device
 from orchestrator.model.modes import note_on_dropout
 from orchestrator.model.precision import Precision
-from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.state.model_state import own_tensors
@@ -38,9 +36,7 @@ from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.compared_trainer import ComparedTrainer
-from orchestrator.strategies.constructor import Outline, diverging_errors
 from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
-from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
@@ -49,16 +45,13 @@ from orchestrator.strategies.measure.job_metrics import (
     evaluation_metrics,
     train_metrics,
 )
-from orchestrator.strategies.passes import Passes
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight
-from orchestrator.strategies.replicated.ddp_options import option_errors
-from orchestrator.strategies.replicated.sync_batchnorm import check_batchnorm
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.update.gradients import check_gradient_hooks
 from orchestrator.strategies.update.job_optimizer import Closure, evaluation_weights, optimizer_of
-from orchestrator.strategies.update.weight_average import averaged
-from orchestrator.strategies.whole_model import WholeModel
+from orchestrator.strategies.update.weight_average import averaged as averaged_weights
+from orchestrator.strategies.whole_model import Passes, WholeModel
 
 LOSS_SCALE = MetricSpec(name="train/loss_scale")
 
@@ -76,15 +69,6 @@ class Trainer(ComparedTrainer):
     trained: Trained
     reduction: Reduction = Reduction()
     _warnings: tuple[str, ...] = ()
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options, synchronized = config.strategy, False
-        if isinstance(options, MeshConfig) and options.opens("bucket_mb"):
-            errors += option_errors(options, config.train, outline.job, plan)
-            synchronized = options.sync_batchnorm
-        errors += diverging_errors(outline.model, plan)
-        return check_batchnorm(outline.model, plan, synchronized=synchronized, errors=errors)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -120,10 +104,14 @@ class Trainer(ComparedTrainer):
 
     def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
         """Compare a batch with its halves; see :func:`warning_about_parts`."""
-        context, passes = self.context, self.passes
-        assert isinstance(passes, WholeModel)
+        assert isinstance(self.passes, WholeModel)
+        return self.warning_of(self.passes, division, train_set)
+
+    def warning_of(self, passes: WholeModel, division: BatchDivision, train_set: Dataset[Any]) -> str | None:
+        """Compare a batch with its halves in the model of ``passes``."""
+        context = self.context
         return warning_about_parts(
-            model,
+            passes.model,
             self.job,
             train_set,
             division,
@@ -184,10 +172,10 @@ class Trainer(ComparedTrainer):
             if trained.needs_closure:
                 mean = reduction.mean_loss(loss_sum, weight)
                 trained.closure = Closure(trained.parameters, mean, functools.partial(self._loss_again, slices))
-            self.confirm()
-            if self.observe is not None:
+            self.hooks.confirm()
+            if self.hooks.observe is not None:
                 named = trained.module().named_parameters()
-                self.observe((name, parameter) for name, parameter in named if self.is_first_with(name))
+                self.hooks.observe((name, parameter) for name, parameter in named if self.is_first_with(name))
             if trained.needs_whole:
                 self._compute_update(norm)
             admitted = self.end_step(norm)
@@ -220,12 +208,12 @@ class Trainer(ComparedTrainer):
         if reduction.settles:  # as for the norm: no rank makes its update before all ranks can
             trained.settled = True
             dist.all_reduce(torch.zeros((), device=self.context.device))
-        self.confirm()
+        self.hooks.confirm()
 
     def _loss_again(self, slices: Sequence[Any]) -> Tensor:
         """Return the loss of the global batch at other weights, and add its gradients."""
         loss = self.reduction.mean_loss(*self.add_gradients(slices, BatchMetrics(None)))
-        self.confirm()
+        self.hooks.confirm()
         return loss
 
     def around_step(self, *, logged: bool) -> contextlib.AbstractContextManager[None]:
@@ -251,13 +239,15 @@ class Trainer(ComparedTrainer):
         self._warn_of(self._eval_metrics)
         return sums if self.context.counts_samples else replace(sums, **_nothing(sums))
 
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
         if self.context.global_rank != 0:
             return None
         return self.trained.to_save(step=step, samples_consumed=samples_consumed, into=into, left_out=self.left_out)
 
     def state_to_save(self) -> TrainState | None:
-        if self.context.global_rank not in self.writers:
+        if self.context.global_rank not in self.saved.writers:
             return None
         return self.trained.snapshot(step=0, samples_consumed=0, live=True, left_out=self.left_out)
 
@@ -278,13 +268,14 @@ class Trainer(ComparedTrainer):
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        if self.context.only_trained or self.divides_model:
-            return super().left_out
+        """What is left out of the state to be saved, with checksums."""
+        if self.context.only_trained or self.traits.divides_model:
+            return self.frozen() if self.context.only_trained else {}
         dropped = self.trained.dropped
         return self.trained.frozen(lambda name: name in dropped and self.is_first_with(name)) if dropped else {}
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
-        if self.context.mesh.world_size > 1:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        if self.context.mesh.world_size > 1 and source is not None:
             state = broadcast_state(state, source=source, rank=self.context.global_rank, device=self.context.device)
         assert state is not None
         self.load(state)
@@ -328,22 +319,15 @@ class Trainer(ComparedTrainer):
 
     def load(self, state: TrainState, *, partial: bool = False, consume: bool = True) -> None:
         """Load this rank's part of ``state`` as ``Trained.load`` does, once it has arrived."""
-        self.confirm()
+        self.hooks.confirm()
         self.trained.load(state, partial=partial, consume=consume)
 
     @property
     def own_model(self) -> nn.Module | None:
-        return None if self.divides_model else self.trained.module()
+        return None if self.traits.divides_model else self.trained.module()
 
-    def evaluation_weights(self) -> contextlib.AbstractContextManager[None]:
-        return evaluation_weights(self.trained.optimizer)
-
-    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        return averaged(self.trained.optimizer)
-
-    @property
-    def lr(self) -> float:
-        return self.group_lrs[0]
+    def weights_to_evaluate(self, *, averaged: bool = False) -> contextlib.AbstractContextManager[None]:
+        return (averaged_weights if averaged else evaluation_weights)(self.trained.optimizer)
 
     @property
     def group_lrs(self) -> Sequence[float]:
@@ -366,25 +350,32 @@ class Trainer(ComparedTrainer):
         return sizes_of(self.trained.module(), self.trained.optimizer)
 
     def _evaluated(self, output: Any, target: Any) -> Mapping[str, Tensor]:
-        if self.update_metrics is not None and self.context.counts_samples:
-            self.update_metrics(output, target)
+        if self.hooks.update_metrics is not None and self.context.counts_samples:
+            self.hooks.update_metrics(output, target)
         return self._eval_metrics(output, target)
 
     def _warn_of(self, metrics: SumCheck) -> None:
         if metrics.warning is not None and self.context.dp_rank == 0:
-            self.warn(metrics.warning)
+            self.hooks.warn(metrics.warning)
             metrics.warning = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """The parts of a slice."""
+        return 1
 
     def _division(self) -> BatchDivision | None:
         """Return how this strategy divides the global batch; None if it does not."""
-        context, options = self.context, self.context.options
+        context, options, microbatches = self.context, self.context.options, self.num_microbatches
         replicas, slices = context.mesh.data_parallel_size * context.num_devices, context.train.grad_accumulation
-        if replicas * slices == 1:
+        if replicas * slices * microbatches == 1:
             return None
+        workers = replicas if context.pipeline is None or replicas == 1 else context.mesh.num_workers
         return BatchDivision(
-            by=by_keys(options.name, num_workers=replicas, grad_accumulation=slices),
-            rows=self.eval_batch_size // context.num_devices,
-            in_turn=slices > 1,
+            by=by_keys(options.name, num_workers=workers, num_microbatches=microbatches, grad_accumulation=slices),
+            rows=self.eval_batch_size // context.num_devices // microbatches,
+            in_turn=slices * microbatches > 1,
+            cut=replicas * slices == 1,
             synchronous=registry.load(options.name).is_synchronous(options),
         )
 

@@ -160,7 +160,7 @@ class _Comparison:
             answer = self._exchange.end(found if isinstance(found, str) else found.header())
         else:
             answer = self._exchange.follow()
-        self._trainer.confirm()
+        self._trainer.hooks.confirm()
         if isinstance(answer, str):
             return self._note(answer)
         sums = self._passes(batches, drew=answer["drew"])
@@ -217,7 +217,7 @@ class _Comparison:
         trainer, own = self._trainer, self._context.dp_rank
 
         def read() -> list[Any]:
-            return [batch if trainer.reads_data else None for batch in batches.of(own)]
+            return [batch if trainer.traits.reads_data else None for batch in batches.of(own)]
 
         train: dict[str, float] = {}
         try:
@@ -227,7 +227,7 @@ class _Comparison:
                 loss_sum, weight, norm = trainer.pass_once(read(), batches)
                 train = {LOSS: float(loss_sum), "weight": float(weight)} if self._context.counts_samples else {}
                 train[NORM] = float(norm)
-            trainer.confirm()
+            trainer.hooks.confirm()
         except torch.OutOfMemoryError:
             raise
         except Exception as e:
@@ -260,7 +260,7 @@ class _Comparison:
         if expected is not None:
             wanted = {name: expected[name].to(self._context.device) for name in wanted}
         broadcast_tensors(wanted.values(), source=0, device=self._context.device)
-        self._trainer.confirm()
+        self._trainer.hooks.confirm()
         own = dict(self._trainer.trained.module().named_buffers(remove_duplicate=False))
         return {name: difference(own[name].to(whole.device), whole) for name, whole in wanted.items() if name in own}
 
@@ -288,7 +288,8 @@ class _Comparison:
             return None, str(e)
         note = "it draws random numbers, so only what does not depend on them was" if drawn else None
         # What makes another gradient of the parts of a batch may do so too of those that DDP weighs otherwise.
-        warned = not self._trainer.divides_model and any(OTHERWISE in text for text in self._trainer.setup_warnings())
+        trainer = self._trainer
+        warned = not trainer.traits.divides_model and any(OTHERWISE in text for text in trainer.setup_warnings())
         if not apart or warned:
             return None, note
         text = text_of(
@@ -328,7 +329,7 @@ class _Comparison:
 
     def _gathered(self, value: Any) -> list[Any]:
         found = gather_json(value, world_size=self._context.mesh.world_size, device=self._context.device)
-        self._trainer.confirm()
+        self._trainer.hooks.confirm()
         return found
 
 

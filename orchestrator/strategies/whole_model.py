@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,18 @@ from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weighted, without_gradient
 from orchestrator.strategies.training_step import models_of
 from orchestrator.strategies.transforms.blocks import compile_in_place
+
+
+class Passes(Protocol):
+    """The passes of one rank: ``WholeModel``, or a ``Chain`` of stages."""
+
+    def backward(
+        self, slices: Sequence[Any], reduction: Reduction, metrics: BatchMetrics, *, context: Context, factor: float
+    ) -> tuple[Tensor, Weight]:
+        """Add the gradients of the slices of this rank's share of a batch; see ``WholeModel.backward``."""
+
+    def evaluate(self, batch: tuple[Any, Any], valid: int, measure: Measure) -> EvalSums:
+        """Compute loss and metrics of the first ``valid`` samples of a batch."""
 
 
 class WholeModel:

@@ -86,7 +86,9 @@ def run_tags(record: Mapping[str, Any]) -> dict[str, str]:
 def run_name(record: Mapping[str, Any]) -> str:
     """Return the name of a run in MLflow: with its settings, in a sweep those in which it differs from the others."""
     settings = (record.get("sweep") or record).get("settings")
-    parts = [record["name"], settings, "(pruned)" if record.get("state") == PRUNED else None]
+    evaluated = (record.get("evaluated") or {}).get("step")
+    of_step = None if evaluated is None else f"(step {evaluated})"
+    parts = [record["name"], settings, of_step, "(pruned)" if record.get("state") == PRUNED else None]
     return storable_text(" ".join(filter(None, parts)), MAX_NAME_LENGTH)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import html
 import netrc
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,15 @@ def why_unusable() -> str | None:
     if is_offline or any(logins) or any(file.exists() for file in files):
         return None
     return "W&B has no login; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+
+
+def sync_command(sinks: Path) -> str | None:
+    """Return the command that uploads what W&B has written offline for a run; None if it has written nothing so.
+
+    ``sinks``: the directory of the run for the files of its sinks.
+    """
+    offline = sorted(sinks.glob("wandb/wandb/offline-run-*"))
+    return shlex.join(["wandb", "sync", *map(str, offline)]) if offline else None
 
 
 def _in_netrc() -> bool:

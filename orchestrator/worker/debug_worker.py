@@ -17,6 +17,7 @@ from typing import Any, Self, TextIO, cast
 
 import torch
 
+from orchestrator.compat.ray import refused
 from orchestrator.config.redact import RedactingStream
 from orchestrator.protocol import messages
 from orchestrator.records.rank_log import log_header, newest_part
@@ -52,6 +53,7 @@ class InThisProcess(BaseWorker):
         self.was_left = False
 
     def __enter__(self) -> Self:
+        refused.quiet()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -84,7 +84,7 @@ class Evaluations:
         """
         task: Task = "samples" if self.cut_off == (step, "samples") else "evaluation"
         try:
-            with self._strategy.quiesced(), self._strategy.evaluation_weights():
+            with self._strategy.quiesced(), self._strategy.weights_to_evaluate():
                 if task == "evaluation":
                     self._evaluate(data, step=step)
                     task = "samples"
@@ -110,13 +110,13 @@ class Evaluations:
             self._gate.begin_section(step, self.assignment.generation)  # so that it counts on all ranks, or on none
             self._outbox.put_point(point)
             for follower in (self.improvement, self.steered, self._reports):
-                follower.add(point, rank=rank, world_size=world_size, confirm=self._strategy.confirm)
+                follower.add(point, rank=rank, world_size=world_size, confirm=self._strategy.hooks.confirm)
 
     def try_out(self, data: JobData, *, step: int) -> None:
         """Evaluate a few samples, of which nothing is reported. Random numbers and buffers do not depend on it."""
         with (
             self._strategy.quiesced(),
-            self._strategy.evaluation_weights(),
+            self._strategy.weights_to_evaluate(),
             self._strategy.kept_buffers(),
             kept_generators(self._device),
         ):
@@ -126,7 +126,7 @@ class Evaluations:
                 (self.improvement, self.steered),
                 world_size=self.assignment.plan.world_size,
                 device=self._device,
-                confirm=self._strategy.confirm,
+                confirm=self._strategy.hooks.confirm,
             )
 
     def metadata(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Evaluations:
     def _averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights are their moving average, if there is one."""
         has_average = self._config.train.ema_decay is not None
-        return self._strategy.averaged_weights() if has_average else contextlib.nullcontext()
+        return self._strategy.weights_to_evaluate(averaged=True) if has_average else contextlib.nullcontext()
 
     def _evaluated(
         self,
@@ -172,7 +172,7 @@ class Evaluations:
                 outbox=self._outbox,
                 interruptible=self._interruptible,
             )
-            self._strategy.confirm()
+            self._strategy.hooks.confirm()
             return point
 
         set_current_step(step)

@@ -19,6 +19,7 @@ from orchestrator.protocol.messages import Assignment, Failure
 from orchestrator.records.rank_log import log_tail
 from orchestrator.state.model_state import FrozenError
 from orchestrator.state.optimizers import ScheduleError
+from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.measure.device import PrecisionError, TensorKind, TensorSize
@@ -148,8 +149,8 @@ def _gathered_bytes(loop: Loop | None) -> float:
     try:
         if loop is None or not loop.strategy.context.mesh.divides_tensors:
             return 0.0
-        model = Outline(loop.job, loop.config.train).model
-        return 0.0 if model is None else loop.strategy.gathered_bytes(loop.config, loop.strategy.context.mesh, model)
+        model, rules = Outline(loop.job, loop.config.train).model, registry.load(loop.config.strategy.name)
+        return 0.0 if model is None else rules.gathered_bytes(loop.config, loop.strategy.context.mesh, model)
     except Exception:
         print_error()
         return 0.0

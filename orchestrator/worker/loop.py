@@ -64,7 +64,7 @@ class Loop:
         self._data: JobData | None = None
         self._warner = Warner(outbox)
         self._unsaid: list[str] = []  # what would only say again why the first step fails
-        strategy.warn = self._warner.warn_from_any_rank
+        strategy.hooks.warn = self._warner.warn_from_any_rank
         self._has_state = False
         interruption = Interruption(
             lambda: gate.is_cut(self.assignment.generation), delay_s=GRACE_SHARE * self.config.cluster.stop_grace_s
@@ -110,7 +110,7 @@ class Loop:
         self.assignment = assignment
         self.rank = assignment.global_rank
         self.strategy.reassign(context_of(assignment, self.device))
-        self.strategy.confirm = confirmation(
+        self.strategy.hooks.confirm = confirmation(
             self.device,
             functools.partial(self.gate.check, assignment.generation),
             has_peers=assignment.plan.world_size > 1,
@@ -178,7 +178,7 @@ class Loop:
             self._evaluations.improvement.confine(rank=self.rank)
             if saves and ends and (metadata := self._evaluations.metadata()):
                 self._checkpoints.amend(self.position.step, metadata)
-            self.strategy.confirm()
+            self.strategy.hooks.confirm()
             if not recoverable:
                 self._reports.run_ended(RunEnd(step=self.position.step, stopped=stopped, reason=ended_early))
             return Outcome(
@@ -231,7 +231,7 @@ class Loop:
             evaluations=self._evaluations,
             device=self.device,
         )
-        self._data.check_equal(confirm=self.strategy.confirm)
+        self._data.check_equal(confirm=self.strategy.hooks.confirm)
         checks = self.config.train.check != "never" and not self._only_evaluates
         if checks and self.assignment.generation == 1 and sources is None:
             compared_at = time.perf_counter()
@@ -312,7 +312,7 @@ class Loop:
                     if self.config.strategy.gathers:
                         keep_if_plentiful(self.assignment.plan.world_size)
                 if steps.is_logged(step):
-                    steps.log(result, data.samples_per_epoch)
+                    steps.log(result, data.samples_per_epoch, data.metrics())
                     self._checkpoints.report()
                 steps.save_histograms(step)
                 if step == first_step and self.assignment.generation == 1 and not self._has_all_steps:
@@ -405,5 +405,5 @@ class Loop:
         try:
             yield
         except NonFiniteError as e:
-            e.advice = self.strategy.nonfinite_advice or e.advice
+            e.advice = self.strategy.traits.nonfinite_advice or e.advice
             raise

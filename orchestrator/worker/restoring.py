@@ -77,11 +77,7 @@ def restore_state(
     elif assignment.checkpoint is not None:
         only_trained, world_size = assignment.config.checkpoint.only_trained, assignment.plan.world_size
         built = _frozen(strategy, world_size, device) if only_trained else {}
-        if _reads_own_part(assignment, strategy):
-            assert checkpoint is not None
-            meta = strategy.restore_part(checkpoint)
-        else:
-            meta = strategy.restore(checkpoint, source=0)
+        meta = strategy.restore(checkpoint, source=None if _reads_own_part(assignment, strategy) else 0)
         if (left_out := meta.get(LEFT_OUT)) is not None or only_trained:
             found = _frozen(strategy, world_size, device)
             check_built(*((found, built) if left_out is None else (left_out, found)))
@@ -105,7 +101,7 @@ def restore_state(
 
 def _reads_own_part(assignment: Assignment, strategy: Strategy) -> bool:
     """Return whether this rank reads its part of a checkpoint, from a directory that all ranks share."""
-    return assignment.remote is None and len(strategy.writers) > 1
+    return assignment.remote is None and len(strategy.saved.writers) > 1
 
 
 def _frozen(strategy: Strategy, world_size: int, device: torch.device) -> dict[str, int]:

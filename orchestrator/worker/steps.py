@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.metrics import Metric
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.model_state import total
 from orchestrator.state.transport import gather_json
@@ -65,7 +66,7 @@ class Steps:
         """Measure from here on, for the steps of a generation."""
         done, strategy = self._position.step, self._strategy
         # Counting takes time, and the first step ends the start of a run or a recovery.
-        at_step = done + 2 if strategy.counts_flops else None
+        at_step = done + 2 if strategy.traits.counts_flops else None
         compiled = self._train.compile is not False
         self._flop_meter = FlopMeter(self._device, at_step=at_step, compiled=compiled, share=strategy.flop_share)
         self.window = Window(device=self._device, total_steps=self._train.steps - done, first_step=done)
@@ -81,7 +82,7 @@ class Steps:
         compiled_s = self.compile_meter.seconds
         every = self._train.histograms_every
         observed = every > 0 and step % every == 0
-        strategy.observe = self._histograms.observe if observed else None
+        strategy.hooks.observe = self._histograms.observe if observed else None
         with self._flop_meter.counting(step):
             result = strategy.train_step(
                 batch,
@@ -104,26 +105,32 @@ class Steps:
         """Return whether a point is logged after ``step``."""
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
-    def log(self, result: StepResult, dataset_size: int | None) -> None:
-        """Log a point after the step with this ``result``; ``dataset_size``: the samples of an epoch, if known."""
+    def log(self, result: StepResult, dataset_size: int | None, of_data: Mapping[str, Metric]) -> None:
+        """Log a point after the step with this ``result``.
+
+        Args:
+            dataset_size: the samples of an epoch, if known.
+            of_data: the metrics of the data.
+        """
         consumed, strategy = self._position.samples_consumed, self._strategy
+        measured = {**self.compile_meter.metrics(), **strategy.metrics(), **of_data}
         point = self.window.close(
             samples_seen=consumed,
             epoch=epoch_of(consumed, dataset_size),
-            lr=strategy.lr,
+            lr=strategy.group_lrs[0],
             grad_norm=result.grad_norm,
             sums=result.metrics,
             comm_ms=strategy.comm_ms(),
             spans=strategy.spans(),
-            metrics={**lr_of_groups(strategy.group_lrs), **self.compile_meter.metrics(), **strategy.metrics()},
+            metrics={**lr_of_groups(strategy.group_lrs), **measured},
             flops=self._flop_meter.step,
         )
-        strategy.confirm()
+        strategy.hooks.confirm()
         self._outbox.put_point(point)
 
     def save_histograms(self, step: int) -> None:
         """Save the histograms of ``step``, if they are due after it."""
-        if self._strategy.observe is not None:
+        if self._strategy.hooks.observe is not None:
             assignment = self.assignment
             self._histograms.save(step=step, rank=assignment.global_rank, world_size=assignment.plan.world_size)
             self.window.timer.restart()
@@ -138,8 +145,8 @@ class Steps:
         if train.on_nonfinite != "skip" and train.precision != "fp16":
             return
         with self._strategy.quiesced():
-            own = {"updates": self._updates if self._strategy.reads_data else 0}
+            own = {"updates": self._updates if self._strategy.traits.reads_data else 0}
             found = total(gather_json(own, world_size=self.assignment.plan.world_size, device=self._device))
-        self._strategy.confirm()
+        self._strategy.hooks.confirm()
         if not found["updates"]:
             raise NoUpdateError(on_nonfinite=train.on_nonfinite, precision=train.precision)

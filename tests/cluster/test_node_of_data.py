@@ -1,4 +1,4 @@
-"""Rows of a ``ray.data.Dataset`` on a store, read on a node without a worker, by a run that is killed and resumed."""
+"""Rows on a store, read on a node without a worker by a run that is killed and resumed; a stream read once per node."""
 
 import contextlib
 import signal
@@ -66,3 +66,23 @@ def test_a_node_of_data_and_the_driver_are_lost_and_the_losses_are_those_of_a_pl
     assert losses(run_dir) == pytest.approx(expected, rel=1e-4)
     assert (tmp_path / "died").exists()
     assert events(run_dir, "worker_lost") == [], "the workers go on"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("read", "readers"), [("node", 2), ("run", 1)])
+def test_a_stream_is_read_once_by_each_node(
+    cluster: Cluster, launch: Callable[..., Any], tmp_path: Path, read: str, readers: int
+) -> None:
+    (marks := tmp_path / "marks").mkdir()
+    words = (
+        f"cluster.address={cluster.address}", "cluster.cpus_per_worker=1", "strategy=ddp", "strategy.num_workers=4",
+        "job._target_=helpers.jobs.row_jobs.RowJob", "job.kind=told", f"job.mark={marks}", f"data.read={read}",
+        f"train.steps={STEPS}", f"train.global_batch_size={BATCH}", "train.log_every=1", "train.eval_every=0",
+        "tracking=none",
+    )  # fmt: skip
+    process = launch(*words, RAY_AUTH_MODE="disabled")
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    (run_dir,) = (file.parent for file in tmp_path.glob("outputs/*/*/run.json"))
+    assert losses(run_dir) == pytest.approx(plain_losses(RowJob(), batch=BATCH, steps=STEPS), rel=1e-4)
+    assert len(list(marks.iterdir())) == readers

@@ -80,7 +80,7 @@ def places(rank: int, case: Case) -> tuple[set[str], set[str], bool]:
     assert isinstance(strategy, MeshTrainer)
     assert isinstance(strategy.part, Gathered)
     divided = strategy.part.passes.divided
-    state = strategy.capture_part(step=0, samples_consumed=0, into=None)
+    state = strategy.capture(part=True, step=0, samples_consumed=0, into=None)
     assert state is not None
     parts = {part.device.type for part in divided.distinct if part.ndim > 0}
     return parts, {scalar.device.type for scalar in divided.scalars}, state.nonfinite_parameter is None

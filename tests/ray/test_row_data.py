@@ -1,5 +1,6 @@
 """Rows of a ``ray.data.Dataset``: the losses of a plain loop over them, whatever is lost, and from any position."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -7,12 +8,15 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 import ray
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from helpers.conformance.reference import plain_losses
+from helpers.conformance.reference import numbered, plain_losses, plainly
 from helpers.jobs import row_jobs
-from helpers.jobs.row_jobs import RowJob, write_files, write_images
-from helpers.records.runs import events, in_campaign, losses, wait_for_step
+from helpers.jobs.row_jobs import ROWS, RowJob, TokenRows, write_files, write_images, write_tokens
+from helpers.records.runs import events, in_campaign, losses, series, wait_for_step
 from orchestrator.compat.ray import datasets
+from orchestrator.features import feeding
 from orchestrator.features.feeding.client import FedSplit, Feeding
 from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import Feeder
@@ -64,6 +68,66 @@ def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
     assert len(again) == len(warnings(resumed.run_dir)) == (kind == "images")
 
 
+LAYOUTS = {
+    "single": ("single",),
+    "ddp": ("ddp", "num_workers=3"),
+    "fsdp": ("fsdp", "num_workers=2"),
+    "hsdp": ("hsdp", "num_workers=4", "shard_size=2"),
+    "pipeline": ("pipeline", "num_workers=2", "num_microbatches=2"),
+    "ddp_pipeline": ("ddp_pipeline", "num_workers=4", "num_microbatches=2"),
+    "tensor in stages": ("mesh", "num_workers=4", "tensor=2", "pipeline=2", "num_microbatches=2"),
+    "replicas of context": ("mesh", "num_workers=4", "context=2", "replicate=2"),
+}
+
+
+@pytest.mark.parametrize("name", [*in_campaign(*[(name,) for name in LAYOUTS])])
+def test_rows_have_the_same_losses_under_every_strategy(run: Any, tmp_path: Path, name: str) -> None:
+    """Also in evaluations, which end with a part of a batch."""
+    write_tokens(folder := tmp_path / "rows")
+    strategy, *keys = LAYOUTS[name]
+    words = ("job._target_=helpers.jobs.row_jobs.TokenRows", "train.steps=14", "train.global_batch_size=12",
+             "train.log_every=1", "train.eval_every=7", "train.precision=fp32", "checkpoint.every=0")  # fmt: skip
+    result = run(*words, f"job.folder={folder}", f"strategy={strategy}", "cluster.cpus_per_worker=0.5",
+                 *(f"strategy.{key}" for key in keys))  # fmt: skip
+    assert result.exit_code == 0, result.reason
+    job = TokenRows()
+    trained = plainly(job, batch=12, steps=14)
+    assert losses(result.run_dir) == pytest.approx(numbered(trained), rel=1e-4)
+    inputs, target = job.collate(list(job.dataset("val")))
+    with torch.no_grad():
+        loss = float(job.loss(trained.model.eval()(inputs), target))
+    assert series(result.run_dir, "val/loss")[14] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.campaign
+def test_a_run_that_grows_reads_on_at_the_next_row(
+    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    """A CPU is always left for the data."""
+    held = placement_group([{"CPU": 1.5}], name="another user's")
+    assert held.wait(30)
+
+    def release() -> None:
+        wait_for_step(tmp_path, 8)
+        remove_placement_group(held)
+
+    releaser = threading.Thread(target=release, daemon=True)
+    releaser.start()
+    result = run(*WORDS, "strategy.num_workers=[1,2]", "cluster.cpus_per_worker=1.5", "job.kind=rows",
+                 "job.pause_ms=500", f"job.folder={folder}", "train.eval_every=0")  # fmt: skip
+    releaser.join(10)
+    assert result.exit_code == 0, result.reason
+    sizes = [len(event["workers"]) for event in events(result.run_dir, "generation_started")]
+    assert sizes == [1, 2]
+    assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
+
+
+def test_workers_that_reserve_every_cpu_are_refused_with_the_numbers(run: Any, folder: Path) -> None:
+    result = run(*WORDS, "strategy.num_workers=4", "cluster.cpus_per_worker=1", "job.kind=rows", f"job.folder={folder}")
+    assert result.exit_code != 0
+    assert "4 of the 4 CPUs of the cluster are reserved" in result.reason
+
+
 def kill_feeder(folder: Path) -> None:
     wait_for_step(folder, 20)
     (name,) = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "/feeder" in actor["name"]]
@@ -99,19 +163,55 @@ def taken(job: RowJob, position: int, mark: Mark | None = None) -> tuple[Share, 
     """The global batch at a position, from a feeder in this process that begins there."""
     ray.cloudpickle.register_pickle_by_value(row_jobs)  # this process does not lend its path to tasks
     feeder = Feeder(job, seed=0, window=0, count=BATCH)
-    asked = Request(
-        asker=0, generation=1, position=position, count=BATCH, first=0, end=BATCH, keep=0, ahead=0, mark=mark
-    )
     try:
-        while (share := feeder.take("train", asked)) and isinstance(share, Share) and share.parts is None:
-            pass
-        if isinstance(share, ReadFailure):
-            raise share.error()
-        assert share is not None
-        assert share.parts is not None
-        return share, joined([part.load(datasets.columns) for part in share.parts])
+        return asked(feeder, position, mark)
     finally:
         feeder.close("train")
+
+
+def asked(feeder: Feeder, position: int, mark: Mark | None = None) -> tuple[Share, Columns]:
+    request = Request(
+        asker=0, generation=1, position=position, count=BATCH, first=0, end=BATCH, keep=position, ahead=0, mark=mark
+    )
+    while (share := feeder.take("train", request)) and isinstance(share, Share) and share.parts is None:
+        pass
+    if isinstance(share, ReadFailure):
+        raise share.error()
+    assert share is not None
+    assert share.parts is not None
+    return share, joined([part.load(datasets.columns) for part in share.parts])
+
+
+def batches(job: RowJob, count: int, *, window: int, limit: int | None) -> list[Any]:
+    """The first inputs of each of the first global batches."""
+    ray.cloudpickle.register_pickle_by_value(row_jobs)
+    feeder = Feeder(job, seed=0, window=window, count=BATCH, limit=limit)
+    try:
+        return [asked(feeder, BATCH * number)[1].columns["x"].tolist() for number in range(count)]
+    finally:
+        feeder.close("train")
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_a_limit_leaves_the_first_rows_of_the_first_epoch_in_every_epoch(folder: Path, window: int) -> None:
+    job = RowJob(kind="rows", folder=str(folder))
+    whole, limited = (batches(job, 4, window=window, limit=limit) for limit in (None, 2 * BATCH))
+    assert limited == whole[:2] * 2
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("rows", ROWS), ("function", ROWS), ("filtered", None), ("endless", 1500)])
+def test_rows_of_an_epoch_are_known_or_counted(folder: Path, kind: str, rows: int | None) -> None:
+    ray.cloudpickle.register_pickle_by_value(row_jobs)
+    job = RowJob(kind=kind, folder=str(folder))
+    expected = rows or int(row_jobs.columns()["y"].sum())
+    up_to = 1500 if kind == "endless" else None
+    assert feeding.length(job, "train", 0, up_to=up_to, limit_s=100) == expected
+    assert feeding.length(job, "train", 0, up_to=10, limit_s=100) == 10
+    if kind == "endless":
+        text = feeding.length(job, "train", 0, up_to=None, limit_s=0)
+        assert re.fullmatch(
+            "has no known length: [0-9,]+ rows were counted in 0 s, and there are more; .* no end", str(text)
+        )
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def test_a_script_restarts_from_what_it_has_saved(
 
 @pytest.mark.campaign
 @pytest.mark.timeout(120)
-def test_the_exception_of_a_script_is_the_verdict(run: Callable[..., Any]) -> None:
+def test_the_exception_of_a_script_is_the_verdict(run: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """Its traceback is shown once, although both ranks print it."""
     result = run(
         "strategy=script",
         f"job.script={SCRIPTS / 'torch_ddp.py'}",
@@ -61,4 +62,9 @@ def test_the_exception_of_a_script_is_the_verdict(run: Callable[..., Any]) -> No
         "strategy.num_workers=2",
     )
     assert (result.status, result.exit_code) == ("FAILED", 1)
-    assert result.reason == "rank 1 failed at step 0: ValueError: told to fail at step 2"
+    failed = "rank 1 failed at step 0: ValueError: told to fail at step 2 (torch_ddp.py:"
+    assert result.reason.startswith(failed)
+    assert result.reason.endswith(': raise ValueError(f"told to fail at step {step}"))')
+    output = capfd.readouterr().out
+    assert "[rank 1] Traceback" not in output
+    assert output.count("in <module>") == 1

@@ -26,7 +26,7 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.sinks import Sinks, load_sink, sink_problem
 from orchestrator.tracking.transfer import final_ending
 from orchestrator.tracking.uploader import Uploader
-from orchestrator.tracking.wandb import nested, why_unusable
+from orchestrator.tracking.wandb import nested, sync_command, why_unusable
 
 SINKS = """
 import os
@@ -342,6 +342,12 @@ def test_a_word_that_no_sink_has_is_answered_with_those_that_there_are(word: str
 def test_a_word_and_its_key_are_one_sink() -> None:
     config = tracking(None, "tensorboard", "wandb", tensorboard=True)
     assert config.all_sinks == (TENSORBOARD, SINKS_BY_WORD["wandb"])
+
+
+def test_what_was_written_offline_has_a_command_that_uploads_it(tmp_path: Path) -> None:
+    assert sync_command(tmp_path) is None
+    (offline := tmp_path / "wandb" / "wandb" / "offline-run-20260501_1230-a").mkdir(parents=True)
+    assert sync_command(tmp_path) == f"wandb sync {offline}"
 
 
 def test_a_login_is_asked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

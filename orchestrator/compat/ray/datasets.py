@@ -7,6 +7,7 @@ Ray moves them, rows are read and dropped in place of being skipped.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +171,23 @@ def free_cpus() -> tuple[float, float]:
     )
     total = ray.cluster_resources().get("CPU", 0.0)
     return total - reserved, total
+
+
+def no_cpus() -> str | None:
+    """Return why tasks of the data would wait for ever; None if they do not."""
+    free, total = free_cpus()
+    if free >= 1:
+        return None
+    return (
+        f"{total - free:g} of the {total:g} CPUs of the cluster are reserved, by the workers of this run and by "
+        "others, so that the tasks of Ray Data would wait for ever; lower strategy.num_workers or "
+        "cluster.cpus_per_worker, or add nodes"
+    )
+
+
+def store_bytes() -> float:
+    """Return the size of the object stores of all nodes; infinite without Ray."""
+    return float(ray.cluster_resources().get("object_store_memory", math.inf)) if ray.is_initialized() else math.inf
 
 
 class _RowGroups:

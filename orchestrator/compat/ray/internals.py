@@ -73,6 +73,7 @@ class Internal(StrEnum):
     PIN_PACKAGE = "ray._private.runtime_env.packaging.pin_runtime_env_uri"
     WORKER = "ray._private.worker.global_worker"
     STARTS_BY_ITSELF = "ray._private.auto_init_hook.enable_auto_connect"
+    LOGS_TO_DRIVER = "ray._private.ray_constants.RAY_LOG_TO_DRIVER"
     UPLOAD_PACKAGE = "ray._private.runtime_env.packaging.upload_package_to_gcs"
 
 

@@ -1,4 +1,6 @@
-"""Processes in which Ray must not be used, because they are forks of one that is connected, or beside a run."""
+"""Processes in which Ray must not be used, because they are forks of one that is connected, or beside a run; and one
+in which it may start by itself.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,14 @@ def refuse() -> None:
 
     find_internal(Internal.WORKER).mode = None
     owner, name = owner_of(Internal.STARTS_BY_ITSELF)
+    setattr(owner, name, False)
+
+
+def quiet() -> None:
+    """Keep what tasks print out of this process, in which a dataset of Ray Data may start a Ray of its own."""
+    from orchestrator.compat.ray.internals import Internal, owner_of
+
+    owner, name = owner_of(Internal.LOGS_TO_DRIVER)
     setattr(owner, name, False)
 
 

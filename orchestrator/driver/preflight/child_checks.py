@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.config.build import ConfigError, collect_errors
 from orchestrator.config.schema import Config
-from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
+from orchestrator.driver.preflight.child_process import ChildDiedError, beside_ray, in_child
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.layout import Layout
@@ -65,15 +65,19 @@ def check_job(
 
     on_tasks: list[str] = []
 
-    def check() -> tuple[tuple[str, ...], list[str]]:
+    def check() -> tuple[tuple[str, ...], list[str], bool]:
         found: list[str] = []
+        needs_tasks = False
         if config.plan:  # which says what reads the data; the workers of a run open it anyway
-            with contextlib.suppress(Exception):
-                opened_dataset(job, "train", config.seed)
-        return rules.check(config, job, plan, found), found
+            try:
+                with contextlib.suppress(Exception):
+                    opened_dataset(job, "train", config.seed)
+            except NeedsFeederError:
+                needs_tasks = True
+        return rules.check(config, job, plan, found), found, needs_tasks
 
     try:
-        notes, found = _with_samples(config, job, check, on_tasks=on_tasks)
+        notes, found, needs_tasks = _with_samples(config, job, check, on_tasks=on_tasks)
     except ChildDiedError as e:
         what = f"a process that built the job's model without memory, to check it, {e}"
         if plan.pipeline is None:
@@ -84,7 +88,7 @@ def check_job(
         )
         return ()
     errors += found
-    if on_tasks:
+    if on_tasks or needs_tasks:
         note, error = cpus_for_data(plan, nodes)
         errors += [] if error is None else [error]
         notes = (*notes, note)
@@ -103,9 +107,21 @@ def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks:
             except NeedsFeederError as e:
                 (split,) = e.args
                 on_tasks.append(split)
-                SAMPLES_OF[split] = importlib.import_module(FEEDING).first_samples(job, split, config.seed)
+                SAMPLES_OF[split] = _first_samples(config, job, split)
     finally:
         SAMPLES_OF.clear()
+
+
+def _first_samples(config: Config, job: Job, split: str) -> Sequence[Any] | str:
+    """Return the first samples of data that only tasks can read, or why they are not known."""
+
+    def read() -> Sequence[Any] | str:
+        return importlib.import_module(FEEDING).first_samples(job, split, config.seed)  # type: ignore[no-any-return]
+
+    try:
+        return beside_ray(read, cluster=config.cluster, timeout_s=config.recovery.build_max_s)
+    except (ChildDiedError, ConfigError) as e:
+        return f"and a process that read the first samples {e}"
 
 
 def continuation_errors(

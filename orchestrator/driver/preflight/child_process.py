@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -18,16 +19,18 @@ import torch
 from orchestrator.compat import deferred_dynamo
 from orchestrator.compat.ray import refused
 from orchestrator.compat.torch import refused_in_fork
+from orchestrator.config.operation import ClusterConfig
 from orchestrator.driver.code.worker_code import pickled_with_code
+from orchestrator.driver.process import cluster as ray_process
 from orchestrator.records.lock import end_with_parent
 from orchestrator.user_code.errors import exits_refused
 
 T = TypeVar("T")
 _NEW_PROCESS = """
 import sys
-sys.path[:] = sys.argv[3:]
+sys.path[:] = sys.argv[4:]
 from orchestrator.driver.preflight.child_process import serve_pickled
-serve_pickled(int(sys.argv[1]), int(sys.argv[2]))
+serve_pickled(*map(int, sys.argv[1:4]))
 """
 
 
@@ -63,6 +66,29 @@ def in_child(function: Callable[[], T], *, timeout_s: float) -> T:
     return found
 
 
+def beside_ray(function: Callable[[], T], *, cluster: ClusterConfig, timeout_s: float) -> T:
+    """Return what ``function`` returns where Ray can be used: here, or in a new process with a Ray of its own.
+
+    Args:
+        function: returns plain data.
+        cluster: how that Ray starts.
+        timeout_s: the maximum wait for the result of a new process.
+
+    Raises:
+        ChildDiedError, Exception: as :func:`in_child`.
+    """
+    if ray_process.is_connected():
+        return function()
+    found: T = _answer(_as_new_process(functools.partial(_on_own_ray, function, cluster), uses_ray=True), timeout_s)
+    return found
+
+
+def _on_own_ray(function: Callable[[], T], cluster: ClusterConfig) -> T:
+    cores = len(os.sched_getaffinity(0))
+    with ray_process.embedded(cluster, num_cpus=cores, num_gpus=0, num_processes=1):
+        return function()
+
+
 def _answer(serve: Callable[[Connection], None], timeout_s: float) -> Any:
     """Return the result that ``serve`` sends from a fork, or raise the error."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -90,7 +116,7 @@ def _answer(serve: Callable[[Connection], None], timeout_s: float) -> Any:
     return result
 
 
-def _as_new_process(function: Callable[[], object]) -> Callable[[Connection], None]:
+def _as_new_process(function: Callable[[], object], *, uses_ray: bool = False) -> Callable[[Connection], None]:
     """Return what turns a fork into a new process that serves ``function``."""
     try:
         data = pickled_with_code(function)
@@ -103,25 +129,26 @@ def _as_new_process(function: Callable[[], object]) -> Callable[[Connection], No
             file.write(data)
         os.lseek(pickled, 0, os.SEEK_SET)
         os.set_inheritable(sender.fileno(), True)
-        numbers = [str(pickled), str(sender.fileno())]
+        numbers = [str(pickled), str(sender.fileno()), str(int(uses_ray))]
         os.execv(sys.executable, [sys.executable, "-c", _NEW_PROCESS, *numbers, *sys.path])
 
     return serve
 
 
-def serve_pickled(pickled: int, sender: int) -> None:
+def serve_pickled(pickled: int, sender: int, uses_ray: int) -> None:
     """Serve the function that is pickled in one open file, and send what it returns to another."""
     with os.fdopen(pickled, "rb") as file:
         function: Callable[[], object] = pickle.load(file)
-    _serve(function, Connection(sender, readable=False))
+    _serve(function, Connection(sender, readable=False), uses_ray=bool(uses_ray))
 
 
-def _serve(function: Callable[[], object], sender: Connection) -> None:
+def _serve(function: Callable[[], object], sender: Connection, *, uses_ray: bool = False) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
-    refused.refuse()
+    if not uses_ray:
+        refused.refuse()
     deferred_dynamo.install()
     with refused_in_fork() as no_backward:
         try:

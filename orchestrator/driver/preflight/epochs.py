@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,14 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.epochs import Epochs
 from orchestrator.config.schema import Config
 from orchestrator.config.text import format_override
-from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
+from orchestrator.driver.preflight.child_process import ChildDiedError, beside_ray, in_child
 from orchestrator.job import Job
-from orchestrator.strategies.data.datasets import NeedsFeederError, opened_dataset, steps_per_epoch
+from orchestrator.strategies.data.datasets import FEEDING, NeedsFeederError, opened_dataset, steps_per_epoch
 from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.own_errors import own_error_in
+
+COUNT_S = 600.0
+"""How long rows are counted whose number no file tells."""
 
 
 def in_steps(config: Config, job: Job) -> Config:
@@ -55,13 +59,25 @@ def _steps_per_epoch(config: Config, job: Job, name: tuple[str, str], value: Epo
     def length() -> float | None:
         return steps_per_epoch(job, opened_dataset(job, "train", config.seed), config.train)
 
+    def counted() -> float | str:
+        count = importlib.import_module(FEEDING).length(
+            job, "train", config.seed, up_to=config.train.limit_samples, limit_s=COUNT_S
+        )
+        return count if isinstance(count, str) else count / config.train.global_batch_size
+
+    timeout_s = config.recovery.build_max_s
     try:
-        found = in_child(length, timeout_s=config.recovery.build_max_s)
-    except NeedsFeederError as e:
-        unknown = "job.dataset('train') returns data that is read on the cluster, whose length is not known before"
-        raise ConfigError([f"{key}: {unknown}; give a number of steps"]) from e
+        try:
+            found = in_child(length, timeout_s=timeout_s)
+        except NeedsFeederError:
+            rows = beside_ray(counted, cluster=config.cluster, timeout_s=timeout_s)
+            if isinstance(rows, str):
+                raise ConfigError([f"{key}: job.dataset('train') {rows}; give a number of steps"]) from None
+            return rows
     except ChildDiedError as e:
         raise ConfigError([f"{key}: a process that opened job.dataset('train') {e}; give a number of steps"]) from e
+    except ConfigError:
+        raise
     except Exception as e:
         own = own_error_in("\n".join(getattr(e, "__notes__", ())))
         reason = " ".join(error_text(e).split())[:300] + ("" if own is None else f" ({own.place})")

@@ -15,7 +15,7 @@ from orchestrator.config.text import did_you_mean, path_override
 from orchestrator.driver.preflight.run_config import output_dir
 from orchestrator.records.output_dir import OutputDir, name_of, split_run
 from orchestrator.records.run_dir import RunDir
-from orchestrator.records.run_search import NEWEST, RunSearch, leaves_model
+from orchestrator.records.run_search import NEWEST, NEWEST_ELSEWHERE, RunSearch, leaves_model
 from orchestrator.storage.remote import is_url
 
 _NEWEST = "last is the newest run that has trained"
@@ -58,7 +58,7 @@ def named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> Ru
         if text != name_of(found):
             warnings.append(f"{key}={text} is {found.location}")
         return found
-    meant = {**dict.fromkeys(("latest", "newest", "recent"), _NEWEST), **_MEANT[key]}
+    meant = {**dict.fromkeys(NEWEST_ELSEWHERE, _NEWEST), **_MEANT[key]}
     if text.lower() in meant:
         raise ConfigError([f"{key}={text}: no run is named so; {meant[text.lower()]}"])
     looked = " or ".join(dict.fromkeys(str(path / "run.json") for path in places))

@@ -19,8 +19,8 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import Redactor
-from orchestrator.config.run_settings import settings_of_run
 from orchestrator.config.schema import Config
+from orchestrator.config.text import settings_of_run
 from orchestrator.driver.preflight.resume import Resume, refuse_if_taken
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config, unwritable
 from orchestrator.driver.process.origin import HERE, Origin

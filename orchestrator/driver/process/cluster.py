@@ -83,6 +83,11 @@ def target_address(config: ClusterConfig) -> str | None:
     return _named(address)
 
 
+def is_connected() -> bool:
+    """Return whether this process is connected to a Ray."""
+    return bool(ray.is_initialized())
+
+
 @contextlib.contextmanager
 def embedded(
     config: ClusterConfig,

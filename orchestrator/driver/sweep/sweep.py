@@ -18,8 +18,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.overrides import choosing, masked, values
 from orchestrator.config.redact import Redactor
-from orchestrator.config.run_settings import settings_of
-from orchestrator.config.text import path_override, plain
+from orchestrator.config.text import path_override, plain, settings_of
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
 from orchestrator.display.comparison_analysis import Comparison, verdict
 from orchestrator.display.comparison_report import draw, markdown, table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections import OrderedDict, deque
@@ -17,10 +18,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.feed import Request, Share
-from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, with_paths
+from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, feeder_for, with_paths
 from orchestrator.features.feeding.rows import ROW, SEEN, digest
 from orchestrator.job import Job
+from orchestrator.protocol.core_metrics import ROWS_PER_S, STORE_MB
 from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.metrics import Metric, measured
 from orchestrator.strategies.data.columns import Columns, joined
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.data.data_loader import LoaderError, ReadFailure
@@ -88,10 +91,7 @@ class Feeding:
 
     def _call(self, name: str, arguments: Sequence[Any], deadline: float) -> Any:
         if not ray.is_initialized():  # debug=true
-            config = self.assignment.config
-            self._local = self._local or Feeder(
-                self._job, seed=config.seed, window=config.data.shuffle_window, count=config.train.global_batch_size
-            )
+            self._local = self._local or feeder_for(self._job, self.assignment.config)
             return getattr(self._local, name)(*arguments)
         self._actor = self._actor or self._make()
         return ray.get(self._actor.call.remote(name, *arguments), timeout=max(0.0, deadline - time.monotonic()))
@@ -112,7 +112,7 @@ class Feeding:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=not place),
                 runtime_env=with_paths(environment.import_paths),
             )
-            .remote(pickle.dumps(environment), config.data.shuffle_window)
+            .remote(pickle.dumps(environment))
         )
 
 
@@ -193,6 +193,8 @@ class FedSplit(Fed):
                     request = replace(request, lost=share.reading)
                 except ValueError as e:
                     raise JobError(f"job.dataset({self._split!r}): {e}") from e
+            elif ray.is_initialized() and (why := ray_data.no_cpus()) is not None:  # since a run has grown
+                self._feeding.warn(f"{self._split} data: {why}")
             if time.monotonic() > deadline:
                 raise LoaderError(
                     f"{self._split} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "
@@ -228,6 +230,7 @@ class FedReader:
         self._split.last_mark = lambda: self.bookmark(self.position)
         self._feeding = feeding
         self._mark: Mark | None = None
+        self._last: Share | None = None
         self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque(maxlen=64)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feeding")
         self._fetched: deque[tuple[Request, Future[tuple[Share, Sequence[Any]]]]] = deque()
@@ -255,10 +258,17 @@ class FedReader:
             self._fetched.append((request, self._pool.submit(self._split.fetch, request)))
         request, future = self._fetched.popleft()
         share, samples = _result(future, config.recovery.loader_timeout_s)
+        self._last = share
         self.position += count
         if share.mark is not None:
             self._recent.append((request, share.mark, samples))
         return samples
+
+    def metrics(self) -> Mapping[str, Metric]:
+        share = self._last
+        if share is None:
+            return {}
+        return measured({ROWS_PER_S: share.rows_per_s, STORE_MB: share.kept_mb if share.kept_mb < math.inf else None})
 
     def reaches(self, position: int) -> bool:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import traceback
@@ -16,6 +17,8 @@ from orchestrator.user_code.errors import JobError, error_text
 from orchestrator.worker.data.data_loader import DataError, ReadFailure
 from orchestrator.worker.data.stream import Mark
 
+FULL = 0.5
+"""The share of the object store from which on the user is told."""
 ANSWER_S = 5.0
 """After this time a request is answered without samples, and the rank asks again."""
 
@@ -80,6 +83,8 @@ class Share:
         reading: counts how often reading has begun.
         mark: where reading can begin, at the end of the batch or before.
         notes: what the user should know.
+        rows_per_s: the samples that have been read in a second of reading.
+        kept_mb: the size of the blocks in the object store that are kept for the ranks; infinite for a stream.
     """
 
     parts: tuple[Part, ...] | None
@@ -87,6 +92,8 @@ class Share:
     reading: int
     mark: Mark | None
     notes: tuple[str, ...]
+    rows_per_s: float = 0.0
+    kept_mb: float = math.inf
 
 
 class Feed:
@@ -95,11 +102,13 @@ class Feed:
     Args:
         make_source: opens the data.
         keep_bytes: the size of a split up to which all of it is kept, because it is read again and again.
+        store_bytes: the size of the object store; infinite if that has no bound.
     """
 
-    def __init__(self, make_source: Callable[[], Source], *, keep_bytes: float = 0.0):
+    def __init__(self, make_source: Callable[[], Source], *, keep_bytes: float = 0.0, store_bytes: float = math.inf):
         self._make_source = make_source
         self._keep_bytes = keep_bytes
+        self._store_bytes = store_bytes
         self._changed = threading.Condition()
         self._generation = -1
         self._keeps: dict[int, int] = {}
@@ -109,6 +118,8 @@ class Feed:
         self._wanted = 0  # the position up to which samples are read
         self._ended: int | None = None
         self._failure: ReadFailure | None = None
+        self._rows, self._reading_s = 0, 0.0
+        self._is_full = False
 
     def take(self, request: Request) -> Share | ReadFailure | None:
         """Return the share, or an error; None for a request of an earlier generation."""
@@ -150,7 +161,15 @@ class Feed:
         parts = self._window.parts(request.position + first, request.position + max(end, first + 1)) if count else []
         assert self._source is not None
         mark = self._source.mark(request.position + count)
-        return Share(parts=tuple(parts), count=count, reading=self._reading, mark=mark, notes=self._notes())
+        return Share(
+            parts=tuple(parts),
+            count=count,
+            reading=self._reading,
+            mark=mark,
+            notes=self._notes(),
+            rows_per_s=self._rows / max(self._reading_s, 1e-9),
+            kept_mb=self._window.kept_bytes / 1e6,
+        )
 
     def _notes(self) -> tuple[str, ...]:
         return () if self._source is None else tuple(self._source.notes)
@@ -179,17 +198,21 @@ class Feed:
 
     def _read(self, source: Source, reading: int, mark: Mark | None, position: int) -> None:
         """Fill the window as long as this is the present ``reading``."""
+        began = time.monotonic()
         try:
             with contextlib.closing(source.read(mark, position)) as chunks:
                 for start, chunk in chunks:
                     with self._changed:
                         if reading == self._reading:
+                            self._rows, self._reading_s = self._rows + len(chunk), self._reading_s + _since(began)
                             self._window.add(start, chunk)
+                            self._check_store(source)
                             self._changed.notify_all()
                         while reading == self._reading and self._window.end >= self._wanted:
                             self._changed.wait()
                         if reading != self._reading:
                             return
+                    began = time.monotonic()
             with self._changed:
                 if reading == self._reading:
                     self._ended = self._window.end
@@ -199,6 +222,21 @@ class Feed:
                 if reading == self._reading:
                     self._failure = failure_of(e)
                     self._changed.notify_all()
+
+    def _check_store(self, source: Source) -> None:
+        """Tell the user, once, if the blocks that are kept fill the object store."""
+        kept = self._window.kept_bytes
+        if FULL * self._store_bytes < kept < math.inf and not self._is_full:
+            self._is_full = True
+            source.notes.append(
+                f"the rows that are read ahead take {kept / 1e9:.3g} of {self._store_bytes / 1e9:.3g} GB in the object "
+                "store of the cluster, from where Ray writes them to disk; lower data.batches_ahead or "
+                "data.shuffle_window, or the target_max_block_size of Ray Data"
+            )
+
+
+def _since(began: float) -> float:
+    return time.monotonic() - began
 
 
 def failure_of(error: BaseException) -> ReadFailure:

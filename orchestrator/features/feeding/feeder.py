@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pickle
 import sys
@@ -16,7 +17,9 @@ import ray
 import ray.exceptions
 
 from orchestrator.compat.ray import datasets as ray_data
+from orchestrator.config.eval_splits import TRAIN
 from orchestrator.config.redact import Redactor
+from orchestrator.config.schema import Config
 from orchestrator.features.feeding.feed import Feed, Request, Share, Source, failure_of
 from orchestrator.features.feeding.rows import Reading, Rows, is_dataset
 from orchestrator.features.feeding.streams import Stream
@@ -61,13 +64,19 @@ class Feeder:
         seed: of the run.
         window: ``data.shuffle_window``.
         count: the samples of a global batch of training.
+        limit: the samples of an epoch of training at most; None for all.
+        has_rows: whether it is known that some data is a dataset of Ray Data.
     """
 
-    def __init__(self, job: Job, *, seed: int, window: int, count: int):
+    def __init__(
+        self, job: Job, *, seed: int, window: int, count: int, limit: int | None = None, has_rows: bool = False
+    ):
         self._job = job
         self._seed = seed
         self._window = window
         self._count = count
+        self._limit = limit
+        self._has_rows = has_rows
         self._lock = threading.Lock()
         self._feeds: dict[tuple[str, int], Feed] = {}
         self._opened: dict[str, Any] = {}
@@ -83,6 +92,7 @@ class Feeder:
                 Feed(
                     functools.partial(self._source, split, count=request.count, repeats=repeats),
                     keep_bytes=0.0 if repeats else KEPT_BYTES,
+                    store_bytes=ray_data.store_bytes(),
                 ),
             )
         return feed.take(request)
@@ -95,6 +105,21 @@ class Feeder:
                 if len(found) < count:
                     found = self._heads[split] = self._read_head(split, count)
             return found[:count]
+        except Exception as e:
+            return failure_of(e)
+
+    def length(self, split: str, up_to: int | None, limit_s: float) -> int | ReadFailure:
+        """Return the number of rows of the first epoch, which are counted if no file tells how many there are.
+
+        Args:
+            split: the part of the data.
+            up_to: the largest number of interest.
+            limit_s: how long they are counted.
+        """
+        try:
+            source = self._source(split, count=self._count, repeats=False)
+            assert isinstance(source, Rows)
+            return source.length(up_to=math.inf if up_to is None else up_to, limit_s=limit_s)
         except Exception as e:
             return failure_of(e)
 
@@ -136,15 +161,19 @@ class Feeder:
         return joined(parts)  # type: ignore[no-any-return]
 
     def _source(self, split: str, *, count: int, repeats: bool) -> Source:
+        opens = functools.partial(self._open, split, again=True)
+        as_trained = repeats or (split == TRAIN and self._limit is not None)
+        window, limit = (self._window, self._limit) if as_trained else (0, None)
         if needs_feeder(self._open(split)):
-            window = self._window if repeats else 0
-            reading = Reading(split=split, seed=self._seed, window=window, repeats=repeats, cpus=_cpus())
-            return Rows(functools.partial(self._open, split, again=True), reading)
-        return Stream(lambda: self._open(split, again=True), split=split, seed=self._seed, count=count, repeats=repeats)
+            reading = Reading(split=split, seed=self._seed, window=window, repeats=repeats, cpus=_cpus(), limit=limit)
+            return Rows(opens, reading)
+        return Stream(opens, split=split, seed=self._seed, count=count, repeats=repeats, limit=limit)
 
     def _open(self, split: str, *, again: bool = False) -> Any:
         """Return the data of a split, or new ones."""
         if split not in self._opened or again:
+            if self._has_rows and ray.is_initialized():
+                _cpus()  # without any, the tasks by which datasets look at files would wait for ever
             with ray_data.in_order():
                 dataset = opened_dataset(self._job, split, self._seed)
             self._opened[split] = dataset
@@ -154,9 +183,9 @@ class Feeder:
 class FeederActor:
     """The feeder as a Ray actor."""
 
-    def __init__(self, packed: bytes, window: int):
+    def __init__(self, packed: bytes):
         environment: WorkerEnvironment = pickle.loads(packed)
-        self._make = functools.partial(_feeder_of, environment, window)
+        self._make = functools.partial(_feeder_of, environment)
         self._lock = threading.Lock()
         self._feeder: Feeder | None = None
 
@@ -170,18 +199,26 @@ class FeederActor:
         return getattr(self._feeder, name)(*arguments)
 
 
-def head_in_task(job: Job, split: str, seed: int, count: int) -> Sequence[Any] | str:
-    """Return the first samples of a split, or why they cannot be read. The nodes have to have the code of the job."""
+def asked_in_task(
+    job: Job, name: str, split: str, *arguments: Any, seed: int, count: int = 1, timeout_s: float | None = SAMPLE_S
+) -> Any:
+    """Return what a method of a feeder returns, from a task on the cluster; a text that says why if it fails.
 
-    def head(data: bytes) -> Sequence[Any] | ReadFailure:
-        return Feeder(ray.cloudpickle.loads(data), seed=seed, window=0, count=count).head(split, count)
+    The nodes have to have the code of the job.
+    """
+
+    def ask(data: bytes) -> Any:
+        feeder = Feeder(ray.cloudpickle.loads(data), seed=seed, window=0, count=count)
+        return getattr(feeder, name)(split, *arguments)
 
     options = {"num_cpus": 0, "max_retries": 0, "runtime_env": with_paths(sys.path)}
+    task = ray.remote(ask).options(**options).remote(ray.cloudpickle.dumps(job))
     try:
-        found = ray.get(ray.remote(head).options(**options).remote(ray.cloudpickle.dumps(job)), timeout=SAMPLE_S)
+        found = ray.get(task, timeout=timeout_s)
     except ray.exceptions.RayError as e:
-        found = ReadFailure(str(e).strip().splitlines()[-1])
-    return f"and no sample of it can be read now: {found.message}" if isinstance(found, ReadFailure) else list(found)
+        ray.cancel(task, force=True)
+        return str(e).strip().splitlines()[-1]
+    return found.message if isinstance(found, ReadFailure) else found
 
 
 def with_paths(paths: Sequence[str]) -> dict[str, Any]:
@@ -195,12 +232,23 @@ def with_paths(paths: Sequence[str]) -> dict[str, Any]:
     return {**own, "env_vars": variables}
 
 
-def _feeder_of(environment: WorkerEnvironment, window: int) -> Feeder:
+def _feeder_of(environment: WorkerEnvironment) -> Feeder:
     redactor = Redactor.of_process()
     redactor.learn(environment.config)
-    job = job_of(environment, redactor)
-    config = environment.config
-    return Feeder(job, seed=config.seed, window=window, count=config.train.global_batch_size)
+    return feeder_for(job_of(environment, redactor), environment.config)
+
+
+def feeder_for(job: Job, config: Config) -> Feeder:
+    """Return the feeder of a run."""
+    train = config.train
+    return Feeder(
+        job,
+        seed=config.seed,
+        window=config.data.shuffle_window,
+        count=train.global_batch_size,
+        limit=train.limit_samples,
+        has_rows=config.data.read == "rank",
+    )
 
 
 def _cpus() -> float | None:
@@ -209,14 +257,10 @@ def _cpus() -> float | None:
     Raises:
         DatasetError: the workers have reserved all of them.
     """
-    free, total = ray_data.free_cpus()
+    total = ray.cluster_resources().get("CPU", 0.0)
     cores = len(os.sched_getaffinity(0))
     if total > 4 * max(cores, os.cpu_count() or 1) * max(1, len(ray.nodes())):
         return float(max(1, cores))
-    if free < 1:
-        raise DatasetError(
-            f"job.dataset: {total - free:g} of the {total:g} CPUs of the cluster are reserved, by the workers of this "
-            "run and by others, so that the tasks of Ray Data would wait for ever; lower strategy.num_workers or "
-            "cluster.cpus_per_worker, or add nodes"
-        )
+    if (why := ray_data.no_cpus()) is not None:
+        raise DatasetError(f"job.dataset: {why}")
     return None

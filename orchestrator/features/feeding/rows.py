@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import math
 import re
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -61,6 +62,7 @@ class Reading:
         window: in how many consecutive rows the order is shuffled; 0 to keep it.
         repeats: whether an epoch follows the last one.
         cpus: the most CPUs for the tasks; None for all that are free.
+        limit: the rows of an epoch at most, which are those of the first epoch; None for all.
     """
 
     split: str
@@ -68,6 +70,7 @@ class Reading:
     window: int = 0
     repeats: bool = True
     cpus: float | None = None
+    limit: int | None = None
 
 
 class Rows:
@@ -94,6 +97,25 @@ class Rows:
             return None
         start, epoch = max(known)
         return Mark(position=position, epoch=epoch, state={ROW: position - start})
+
+    def length(self, *, up_to: float, limit_s: float) -> int:
+        """Return the number of rows of the first epoch. See :meth:`Feeder.length`.
+
+        Raises:
+            DatasetError: it is not known.
+        """
+        if known := ray_data.known_count(self._prepared(0)):
+            return int(min(known, up_to))
+        found, deadline = 0, time.monotonic() + limit_s
+        with contextlib.closing(self.read(None, 0)) as chunks:
+            for _, chunk in chunks:
+                found += len(chunk)
+                if found >= up_to:
+                    return int(up_to)
+                if time.monotonic() > deadline:
+                    text = f"{found:,} rows were counted in {limit_s:g} s, and there are more; it may have no end"
+                    raise DatasetError(text)
+        return found
 
     def read(self, mark: Mark | None, position: int) -> Generator[tuple[int, Chunk], None, None]:
         epoch, row, seen = 0, position, None
@@ -180,7 +202,10 @@ class Rows:
         self, epoch: int, row: int, *, skips: bool | Literal["if known"]
     ) -> Generator[tuple[int, Chunk], None, None]:
         """Yield the chunks of an epoch with the number of their first row; the first one may begin before ``row``."""
-        window = self._reading.window
+        window, limit = self._reading.window, self._reading.limit
+        if limit is not None:
+            epoch = 0
+        last = math.inf if limit is None else -(-limit // window) * window if window else limit
         begin = row // window * window if window else row
         dataset = self._prepared(epoch)
         self._has_counts = ray_data.has_counts(dataset)
@@ -194,6 +219,8 @@ class Rows:
             for block in ray_data.blocks(dataset):
                 self._check_schema(block.schema)
                 first, rows, num_bytes = block.first, block.rows, num_bytes + block.num_bytes
+                if (rows := int(min(rows, last - self._rows))) <= 0:
+                    break
                 self._rows += rows
                 if (before := min(rows, begin - number)) > 0:
                     first, rows, number = first + before, rows - before, number + before
@@ -208,6 +235,7 @@ class Rows:
             raise task_error(self._reading.split, e) from e
         if pending:
             yield number, self._chunk(pending, count, epoch, number, num_bytes)
+        self._rows = int(min(self._rows, math.inf if limit is None else limit))
 
     def _chunk(
         self, pending: Sequence[tuple[Any, int, int]], rows: int, epoch: int, number: int, num_bytes: int
@@ -215,6 +243,8 @@ class Rows:
         if not (window := self._reading.window):
             return Blocks(pending, num_bytes=num_bytes)
         order = shuffled(rows, seed=self._reading.seed, epoch=epoch, window=number // window)
+        if (limit := self._reading.limit) is not None:
+            order = order[: limit - number]
         return Blocks(pending, order, num_bytes=num_bytes)
 
     def _prepared(self, epoch: int) -> Any:

@@ -26,15 +26,26 @@ class Stream:
         seed: of the run.
         count: the samples that are read at once, a global batch.
         repeats: whether an epoch follows the last one.
+        limit: the samples of an epoch at most; None for all.
     """
 
-    def __init__(self, open_stream: Callable[[], Any], *, split: str, seed: int, count: int, repeats: bool):
+    def __init__(
+        self,
+        open_stream: Callable[[], Any],
+        *,
+        split: str,
+        seed: int,
+        count: int,
+        repeats: bool,
+        limit: int | None = None,
+    ):
         self.notes: list[str] = []
         self._open = open_stream
         self._split = split
         self._seed = seed
         self._count = count
         self._repeats = repeats
+        self._limit = limit
         self._marks: dict[int, Mark] = {}
 
     def mark(self, position: int) -> Mark | None:
@@ -45,7 +56,14 @@ class Stream:
         if not self._repeats:
             yield from self._read_once(position)
             return
-        reader = StreamReader(self._open(), split=self._split, recent=MARKS, seed=self._seed, batch_size=self._count)
+        reader = StreamReader(
+            self._open(),
+            split=self._split,
+            recent=MARKS,
+            seed=self._seed,
+            batch_size=self._count,
+            limit=self._limit,
+        )
         if mark is not None:
             reader.add_bookmark(mark)
         if count := reader.go_to_mark(position):

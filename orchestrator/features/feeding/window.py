@@ -74,7 +74,7 @@ class Blocks:
 
     Args:
         blocks: the reference, the first row and the number of rows of each.
-        order: which row comes when, of all rows of these blocks; None for their own order.
+        order: which row of these blocks comes when, as far as they are wanted; None for all in their own order.
         num_bytes: the size of the blocks.
     """
 
@@ -91,7 +91,7 @@ class Blocks:
         self._order = order
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._order is None else len(self._order)
 
     def part(self, start: int, stop: int) -> InBlocks:
         wanted = np.arange(start, stop) if self._order is None else self._order[start:stop]
@@ -116,12 +116,17 @@ class Window:
     Attributes:
         start, end: the positions of the first sample and after the last one.
         num_bytes: the size of all chunks that have been added.
+        kept_bytes: the size of those that are there.
     """
 
     def __init__(self, start: int):
         self.num_bytes = 0.0
         self.start = self.end = start
         self._chunks: deque[tuple[int, Chunk]] = deque()
+
+    @property
+    def kept_bytes(self) -> float:
+        return math.fsum(chunk.num_bytes for _, chunk in self._chunks)
 
     def add(self, start: int, chunk: Chunk) -> None:
         """Add the chunk that begins at position ``start``: where the last one ends, or before the first sample."""

@@ -41,6 +41,7 @@ from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
 from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
+from orchestrator.strategies.base import Traits
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import LockedSGDConfig
 from orchestrator.strategies.registry import register
@@ -53,7 +54,7 @@ PROBES = 1024
 """The number of counters that every update increments without a lock, to estimate how many updates are lost."""
 
 
-@register("hogwild")
+@register("hogwild", "locked_sgd")
 class HogwildRules(Rules[StrategyConfig]):
     """The rules of workers that update one model in the memory of a machine."""
 
@@ -76,19 +77,19 @@ class HogwildRules(Rules[StrategyConfig]):
     def trainer(cls, options: StrategyConfig, mesh: Mesh, job: Job) -> type[Hogwild]:
         return Hogwild
 
-
-class Hogwild(Trainer):
-    """One worker. Subclasses decide which parts of a step take the lock."""
-
-    passes: WholeModel
-    moves_parameters = True
-
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         if (model := outline.model) is None:
             return ()
         errors += _optimizer_errors(config, outline.job, model)
         return statistics_notes(model)
+
+
+class Hogwild(Trainer):
+    """One worker."""
+
+    passes: WholeModel
+    traits = Traits(moves_parameters=True)
 
     def setup(self, train_set: Dataset[Any]) -> None:
         super().setup(train_set)
@@ -135,7 +136,8 @@ class Hogwild(Trainer):
             self._staleness.append(int(self._updates.sum()) - self._updates_before - 1)
         return admitted
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        assert source is not None  # there is one writer
         context = self.context
         state = broadcast_state(state, source=source, rank=context.global_rank, device=context.device)
         with self.quiesced():
@@ -220,6 +222,8 @@ class Hogwild(Trainer):
     @property
     def _locked(self) -> Literal["step", "update"] | None:
         """What excludes all other workers."""
+        if isinstance(options := self.context.options, LockedSGDConfig):
+            return options.lock
         return "update" if isinstance(self.trained.optimizer, Adam) else None
 
 
@@ -290,20 +294,3 @@ def share_state(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
     for path in optimizer_tensors(optimizer):
         number, _, name = path.partition("/")
         optimizer.state[parameters[int(number)]][name] = shared[path]
-
-
-@register("locked_sgd")
-class LockedRules(HogwildRules):
-    """Workers with a lock."""
-
-    @classmethod
-    def trainer(cls, options: StrategyConfig, mesh: Mesh, job: Job) -> type[LockedSGD]:
-        return LockedSGD
-
-
-class LockedSGD(Hogwild):
-    """One worker."""
-
-    @property
-    def _locked(self) -> Literal["step", "update"]:
-        return LockedSGDConfig.of(self.context.options).lock

@@ -32,10 +32,10 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
     trainer = rules.trainer(options, plan.mesh, job)
     errors += metric_object_errors(job, config.train.eval_splits)
     if has_training_step(job):
-        errors += training_step_errors(config, outline, supported=trainer.runs_training_step)
-        if not trainer.runs_training_step:
+        errors += training_step_errors(config, outline, supported=trainer.traits.runs_training_step)
+        if not trainer.traits.runs_training_step:
             return ()
-    if config.train.compile is not False and (reason := trainer.why_not_compiled(plan)) is not None:
+    if config.train.compile is not False and (reason := rules.why_not_compiled(plan)) is not None:
         errors.append(f"train.compile={to_cli(config.train.compile)}: strategy={config.strategy.name}: {reason}")
     model = outline.model
     if model is not None and (lazy := lazy_names(model)):
@@ -56,7 +56,7 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
     division = rules.division(options, plan.mesh)
     if not errors and division is not None and model is not None and not has_training_step(job):
         of_worker = _outline_of_worker(outline, plan.mesh)
-        gathered = trainer.gathered_bytes(config, plan.mesh, of_worker.model or model)
+        gathered = rules.gathered_bytes(config, plan.mesh, of_worker.model or model)
         notes += memory_notes(config, of_worker, plan, division, gathered, errors)
     if model is not None:
         errors += saving_errors(model, in_parts=plan.mesh.is_divided)

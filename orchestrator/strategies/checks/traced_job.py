@@ -126,7 +126,7 @@ class TracedJob:
             refused = ""
             place = (trainer, mesh.pipeline)
             if place not in self._gathered:
-                self._gathered[place] = trainer.gathered_bytes(config, mesh, self._model)
+                self._gathered[place] = rules.gathered_bytes(config, mesh, self._model)
             state = replace(self._state(division, mesh.tensor), gathered=self._gathered[place] / mesh.tensor)
             memory = self._traced.kept(recomputes, tensor=mesh.tensor, context=mesh.context).added(
                 state, rows=step.rows, mesh=mesh, pipeline=layout.pipeline, is_gathered=gathers

@@ -23,12 +23,12 @@ from orchestrator.strategies.constructor import constructor_of
 from orchestrator.strategies.groups import NOTHING_SHARED, MeshGroups, Sharing
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.owner import Own, Shards, cuts_of
-from orchestrator.strategies.passes import Passes
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.replicated.comm_hooks import PowerSGD
 from orchestrator.strategies.sums.sums import Sums
 from orchestrator.strategies.trained import Trained
 from orchestrator.strategies.transforms.part import Parts
+from orchestrator.strategies.whole_model import Passes
 from orchestrator.timeline import Span
 
 
@@ -48,6 +48,9 @@ class ModelPart(abc.ABC):
 
     is_built_alone: ClassVar[bool] = True
     """Whether :meth:`setup` builds all, so that what is trained can be prepared before there are other ranks."""
+
+    remedy: ClassVar[str] = ""
+    """What to do about a difference from the whole model that such a part may cause."""
 
     passes: Passes
     sharing: Sharing = NOTHING_SHARED

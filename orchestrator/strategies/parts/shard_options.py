@@ -11,8 +11,10 @@ from orchestrator.compat.torch import has_gradient_hooks
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few, to_cli
 from orchestrator.model.modes import note_on_dropout
+from orchestrator.model.precision import Precision, gathered_share
 from orchestrator.model.tensor_slots import tensor_slots
 from orchestrator.planning.memory import gathered_bytes, size_text
+from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import MeshConfig
@@ -20,17 +22,14 @@ from orchestrator.strategies.parts.wrapping import Group, bytes_by_group, groups
 from orchestrator.strategies.update.job_optimizer import sparse_parameters
 
 
-def gathered_at_once(options: MeshConfig, model: nn.Module, *, share: float) -> float:
-    """Return the bytes that a worker has gathered at the same time.
-
-    Args:
-        options: what is gathered together, and how far ahead.
-        model: the model, which may be of fake tensors.
-        share: the part of the bytes of its parameters that is gathered.
-    """
-    keep_whole = not options.reshard_after_forward
-    groups = bytes_by_group(model, options.wrap)
-    return gathered_bytes(groups, keep_whole=keep_whole, ahead=options.prefetch, share=share)
+def gathered_at_once(config: Config, mesh: Mesh, model: nn.Module) -> float:
+    """Return the bytes that a worker of a mesh has gathered at the same time."""
+    options = MeshConfig.of(config.strategy)
+    share = gathered_share(model, Precision.named(config.train.precision, "cpu").autocast_dtype)
+    if mesh.pipeline == 1 or options.reshard_after_forward:
+        keep_whole, groups = not options.reshard_after_forward, bytes_by_group(model, options.wrap)
+        return gathered_bytes(groups, keep_whole=keep_whole, ahead=options.prefetch, share=share)
+    return share * sum(p.nbytes for p in model.parameters()) / mesh.pipeline
 
 
 def check_shards(config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:

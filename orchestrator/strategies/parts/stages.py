@@ -58,6 +58,11 @@ class Stages(ModelPart):
 
     passes: Chain
     is_built_alone = False
+    remedy = (  # for what a recording of the code between the layers misses
+        "If code of forward() between the layers uses an autograd function, a reentrant checkpoint or autocast, or "
+        "keeps tensors for its next call, put it into an nn.Module; otherwise cut elsewhere with strategy.split, "
+        "define Job.stages, or make job.model() an nn.Sequential"
+    )
 
     def __init__(self, context: Context, job: Job, precision: Precision):
         super().__init__(context, job, precision)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from orchestrator.config.files import preset_values
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import to_cli
@@ -19,7 +21,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.schedules import PipelineLayout
+from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import MeshConfig
@@ -135,13 +137,25 @@ class Product(Rules[MeshConfig]):
         return MeshTrainer
 
     @classmethod
+    def why_not_compiled(cls, plan: Plan) -> str | None:
+        if plan.pipeline is None or not SCHEDULES[plan.pipeline.schedule].splits_backward:
+            return None
+        name = plan.pipeline.schedule
+        return f"{name} computes backward passes in halves, and compiled code cannot; use strategy.schedule=1F1B"
+
+    @classmethod
+    def gathered_bytes(cls, config: Config, mesh: Mesh, model: nn.Module) -> float:
+        from orchestrator.strategies.parts.shard_options import gathered_at_once
+
+        return gathered_at_once(config, mesh, model) if slots_of(config.strategy, mesh).gathers else 0.0
+
+    @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         trainer = cls.trainer(cls.keys(config.strategy), plan.mesh, outline.job)
-        if trainer.runs_training_step or config.strategy.name == "single":
-            return trainer.check_job(config, outline, plan, errors)
-        from orchestrator.strategies.checks.mesh_checks import check_mesh
+        from orchestrator.strategies.checks.mesh_checks import check_mesh, check_whole
 
-        return check_mesh(config, outline, plan, errors)
+        is_whole = trainer.traits.runs_training_step or config.strategy.name == "single"
+        return (check_whole if is_whole else check_mesh)(config, outline, plan, errors)
 
     @classmethod
     def moves_parameters(cls, options: MeshConfig, mesh: Mesh, job: Job) -> bool:
@@ -261,8 +275,9 @@ class AnyProduct(Product):
         replicas, rest = divmod(num_workers, mesh.num_workers // mesh.replicate)
         if rest or not replicas:
             return None
-        sizes = {"pipeline": mesh.pipeline, "shard": mesh.shard, "replicate": replicas}
-        of_size = replace(options, num_workers=num_workers, **sizes)
+        of_size = replace(
+            options, num_workers=num_workers, pipeline=mesh.pipeline, shard=mesh.shard, replicate=replicas
+        )
         return of_size if pipeline is None else at_other_size(of_size, mesh, pipeline, replicas=replicas)
 
 
@@ -273,13 +288,13 @@ def _too_few(options: MeshConfig, num_workers: int, mesh: Mesh, *, divides: bool
         return f"strategy={name} needs at least 2, one per stage; use strategy=single for one"
     if options.pipeline == "auto" and mesh.pipeline < 2:
         return f"{options.group_keys} leaves one stage; {more}, or use strategy=fsdp"
+    if options.shard == "auto" and num_workers < 2 and not options.opens("pipeline"):
+        return f"strategy={name} divides the model over at least 2 workers; use strategy=single for one"
     if options.shard != "auto" or mesh.num_shards > 1:
         return None
     if options.opens("pipeline"):
         alone = f"leaves one worker for each stage, which has nothing to divide; {more}, or use strategy=pipeline"
         return alone if divides else None
-    if num_workers < 2:
-        return f"strategy={name} divides the model over at least 2 workers; use strategy=single for one"
     return f"{options.group_keys} leaves nothing to divide over; {more}, or use strategy=ddp"
 
 

@@ -27,6 +27,7 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.metrics import Metric
+from orchestrator.strategies.base import Traits
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset, ragged_error
@@ -244,16 +245,6 @@ class DPRules(Rules[DPConfig]):
             notes=("one process feeds all devices and gathers on the first: strategy=ddp is nearly always faster",),
         )
 
-
-class DP(Trainer):
-    """The process."""
-
-    passes_class = Scattered
-    passes: Scattered
-    _replicas: Replicas | None = None
-    _steps = 0
-    counts_flops = False  # the replicas run in threads of their own
-
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         job, rows = outline.job, plan.global_batch_size // plan.grad_accumulation
@@ -268,11 +259,23 @@ class DP(Trainer):
                     "device, so that the change would be made several times, or be lost; use "
                     "torch.nn.utils.parametrize, or strategy=ddp"
                 )
-        return super().check_job(config, outline, plan, errors)
+        from orchestrator.strategies.checks.mesh_checks import check_whole  # which no rank needs
+
+        return check_whole(config, outline, plan, errors)
 
     @classmethod
     def why_not_compiled(cls, plan: Plan) -> str | None:
         return "it copies the model in every step, and compiled code belongs to the original; use strategy=ddp"
+
+
+class DP(Trainer):
+    """The process."""
+
+    passes_class = Scattered
+    passes: Scattered
+    _replicas: Replicas | None = None
+    _steps = 0
+    traits = Traits(counts_flops=False)  # the replicas run in threads of their own
 
     def attach(self) -> None:
         super().attach()

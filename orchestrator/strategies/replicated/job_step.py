@@ -28,7 +28,7 @@ from orchestrator.planning.mesh import even_shares
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_tensors
-from orchestrator.strategies.base import StepResult
+from orchestrator.strategies.base import StepResult, Traits
 from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.measure.device import WaitTimer
 from orchestrator.strategies.rank_context import Context
@@ -45,7 +45,10 @@ from orchestrator.user_code.errors import JobError
 class JobStep(Trainer):
     """The whole model, with equal state on every rank, trained by ``Job.training_step``."""
 
-    runs_training_step = True
+    traits = Traits(
+        runs_training_step=True,
+        nonfinite_advice="lower the learning rates, or clip with train.clip_norm=1.0",  # without on_nonfinite=skip
+    )
     passes: WholeModel
 
     def __init__(self, context: Context, job: Job):
@@ -106,7 +109,7 @@ class JobStep(Trainer):
             metrics={name: value * self._rows for name, value in metrics.items()} if want_metrics else {},
         )
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
         meta = super().restore(state, source=source)
         self._end_step()
         return meta
@@ -124,10 +127,6 @@ class JobStep(Trainer):
 
     def comm_ms(self) -> float | None:
         return self._waits.total_ms() if self._has_peers else None
-
-    @property
-    def nonfinite_advice(self) -> str | None:
-        return "lower the learning rates, or clip with train.clip_norm=1.0"  # without on_nonfinite=skip
 
     def _end_step(self) -> None:
         self.trained.in_step = self._updating = False
@@ -167,14 +166,14 @@ class JobStep(Trainer):
         if train.clip_norm is not None or self._wants_norm:
             norm = self._norms[name] = norm_over(None, parameters, self.context.device)
         clip(parameters, train, norm)
-        self.confirm()
+        self.hooks.confirm()
         self._updating = True
 
     def _share_buffers(self) -> None:
         """Replace the buffers by the buffers of rank 0."""
         with self._waits.waiting():
             broadcast_tensors(self.trained.buffers, source=0, device=self.context.device)
-            self.confirm()
+            self.hooks.confirm()
 
 
 def _world() -> dist.ProcessGroup:

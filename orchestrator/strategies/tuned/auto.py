@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from orchestrator.job import Job
 from orchestrator.planning.mesh import Mesh
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy, Traits
 from orchestrator.strategies.groups import new_group
 from orchestrator.strategies.keys import AutoConfig, mesh_config
 from orchestrator.strategies.measure.device import free_memory
@@ -61,8 +61,7 @@ class AutoRules(Rules[AutoConfig]):
 class Auto(Strategy):
     """Measures what passes, updates and messages cost on all workers."""
 
-    runs_training_step = True
-    counts_flops = False
+    traits = Traits(runs_training_step=True, counts_flops=False)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -86,13 +85,15 @@ class Auto(Strategy):
         return StepResult(loss_sum=torch.zeros(()), weight=torch.ones(()), grad_norm=None)
 
     @property
-    def lr(self) -> float:
-        return 0.0
+    def group_lrs(self) -> Sequence[float]:
+        return (0.0,)
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
 
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
         """Return the profile, in the metadata of a state without tensors."""
         if self.context.global_rank != 0:
             return None
@@ -110,7 +111,7 @@ class Auto(Strategy):
         }
         return TrainState(model={}, optimizer={}, meta=meta)
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
         raise NotImplementedError("a profile is measured anew, not resumed")
 
     def close(self) -> None:

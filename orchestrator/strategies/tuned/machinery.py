@@ -176,7 +176,7 @@ def _step_ms(strategy: Strategy, *, rows: int, rank: int, ranks: int, control: d
     """Return the time of a step over ``rows`` samples, in milliseconds. Collective."""
     assert isinstance(strategy.job, _TinyJob)
     train_set = strategy.job.dataset("train")
-    batch = default_collate([train_set[0]] * rows) if strategy.reads_data else None
+    batch = default_collate([train_set[0]] * rows) if strategy.traits.reads_data else None
     try:
         strategy.setup(train_set)
         strategy.attach()

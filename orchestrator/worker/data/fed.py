@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 from orchestrator.job import Job, Split
 from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.data.datasets import FEEDING
 from orchestrator.worker.data.stream import Mark
 
@@ -26,6 +27,7 @@ class Reader(Protocol):
     def go_to_mark(self, position: int) -> int: ...
     def skip(self, count: int) -> None: ...
     def bookmark(self, position: int) -> Mark | None: ...
+    def metrics(self) -> Mapping[str, Metric]: ...
 
 
 class Fed(abc.ABC):

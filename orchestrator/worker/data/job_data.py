@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from orchestrator.compat.generators import drawing
 from orchestrator.compat.streams import divides_by_rank
-from orchestrator.config.eval_splits import TRAIN, VAL, how_to_leave_out
-from orchestrator.job import Job, has_loss
+from orchestrator.config.eval_splits import TRAIN, VAL
+from orchestrator.job import Job
 from orchestrator.protocol.messages import Assignment
+from orchestrator.protocol.metrics import Metric
 from orchestrator.state.transport import broadcast_json, gather_json
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.data.datasets import (
     SAMPLES,
     STREAM,
     DatasetError,
-    check_dataset,
-    drawn_batches,
-    epoch_generator,
     is_stream,
     known_length,
     needs_feeder,
@@ -35,76 +29,11 @@ from orchestrator.strategies.data.datasets import (
 from orchestrator.strategies.data.prefetch import SideStream, prefetched
 from orchestrator.user_code.steering import changes_of
 from orchestrator.worker.control.control import Outbox, StepGate, Warner
-from orchestrator.worker.data.batches import Batches, EvalBatches, Sampling, Share, checked_weights, train_batches
+from orchestrator.worker.data.batches import EvalBatches, Sampling, Share, train_batches
 from orchestrator.worker.data.data_loader import Loading
 from orchestrator.worker.data.fed import Fed, Feeding, Reader, feeding
+from orchestrator.worker.data.opened import batches_of, datasets_of, no_validation_warning
 from orchestrator.worker.data.stream import Mark, StreamReader
-
-
-@dataclass(frozen=True, kw_only=True)
-class Datasets:
-    """The data of the job.
-
-    Attributes:
-        evaluated: the data to evaluate, by the name of its split.
-        weights: the weight by which each training sample is drawn; None to read each once in an epoch.
-    """
-
-    train: Any
-    evaluated: Mapping[str, Any]
-    weights: Tensor | None
-
-
-def datasets_of(
-    job: Job, eval_splits: Sequence[str], seed: int = 0, *, opened: Callable[[Job, str, int], Any] = opened_dataset
-) -> Datasets:
-    """Return the data of the job. A validation set may be missing.
-
-    Args:
-        eval_splits: what to evaluate.
-        opened: opens a split.
-
-    Raises:
-        DatasetError: a dataset is missing, empty or of a kind that cannot be used, the sampling weights do not fit, or
-            the job has data to evaluate but no loss.
-    """
-    train = opened(job, "train", seed)
-    check_dataset(train, split="train")
-    # A stream may count its iterators, so that an evaluation reads one of its own.
-    shared = {} if is_stream(train) else {"train": train}
-    evaluated = {split: shared[split] if split in shared else opened(job, split, seed) for split in eval_splits}
-    evaluated = {split: dataset for split, dataset in evaluated.items() if dataset is not None or split != VAL}
-    for split, dataset in evaluated.items():
-        check_dataset(dataset, split=split)
-        if not has_loss(job):
-            remedy = how_to_leave_out(split)
-            raise DatasetError(f"job.dataset({split!r}) returns data to evaluate; define Job.loss, or {remedy}")
-    with drawing(seed):
-        weights = job.sample_weights("train")
-    return Datasets(train=train, evaluated=evaluated, weights=checked_weights(weights, train))
-
-
-def batches_of(job: Job, datasets: Datasets, global_batch_size: int) -> Batches | None:
-    """Return what draws the batches of an epoch; None if the job leaves the order to the run.
-
-    Raises:
-        DatasetError: the job cannot draw batches of this dataset, or draws samples by weight, too.
-    """
-    draw = functools.partial(drawn_batches, job, datasets.train, global_batch_size)
-    if draw(epoch_generator(0, 0)) is None:
-        return None
-    if datasets.weights is not None:
-        raise DatasetError("job.batch_sampler and job.sample_weights both choose the samples; return None from one")
-    return cast(Batches, draw)
-
-
-def no_validation_warning(eval_every: int, *, samples: bool) -> str:
-    """Return the warning about a missing validation set. ``samples``: whether the job draws samples."""
-    text = "job.dataset('val') returns None: the run makes no evaluation and logs no val/* metrics"
-    if not eval_every:
-        return text
-    effect = "only sets when job.sample is called" if samples else "has no effect"
-    return f"{text}; train.eval_every={eval_every} {effect}"
 
 
 class JobData:
@@ -185,11 +114,6 @@ class JobData:
                 f"data.read={self._assignment.config.data.read}: job.dataset('train') returns a map-style dataset, of "
                 "which each rank reads its own share; leave data.read out, or return a stream"
             )
-        if fed is not None and split == TRAIN and self._assignment.config.train.limit_batches is not None:
-            raise DatasetError(
-                "train.limit_batches: the data is read by another process, which goes through all of it; end it in "
-                "Job.dataset, as by ray.data.Dataset.limit()"
-            )
         return opened_dataset(job, split, seed) if fed is None else fed
 
     def train_batches(self, *, samples_consumed: int, steps: int) -> Generator[list[Any], None, None]:
@@ -229,7 +153,7 @@ class JobData:
             self._loading(self._assignment.plan.loader_processes),
             samples_consumed=samples_consumed,
             steps=steps,
-            read=self._strategy.reads_data,
+            read=self._strategy.traits.reads_data,
         )
         self._outbox.begin_loader()
         return self._copied_ahead(batches) if self._assignment.plan.loader_processes else batches
@@ -277,6 +201,10 @@ class JobData:
         for batches in self._eval_batches.values():
             batches.close()
         self._eval_batches = {}
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return what is measured where the data is read."""
+        return {} if self._reader is None else self._reader.metrics()
 
     def metadata(self, samples_consumed: int) -> dict[str, Any]:
         """Return the metadata of a checkpoint at this position: the size of the data, and where a stream can be read
@@ -347,7 +275,7 @@ class JobData:
 
     def _copied_ahead(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """Return ``batches``; on a GPU, copies of them that begin one ahead."""
-        if self._device.type == "cpu" or not self._strategy.reads_data:
+        if self._device.type == "cpu" or not self._strategy.traits.reads_data:
             return batches
         return prefetched(batches, SideStream(self._device))
 
@@ -361,8 +289,8 @@ class JobData:
             batch_size=self._strategy.eval_batch_size,
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(self._assignment.global_rank),
-            read=self._strategy.reads_data,
-            pad_ragged=self._strategy.cuts_batches,
+            read=self._strategy.traits.reads_data,
+            pad_ragged=self._strategy.traits.cuts_batches,
             seed=self._assignment.config.seed,
         )
 
@@ -409,7 +337,7 @@ class JobData:
             )
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)
-        if self._strategy.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
+        if self._strategy.traits.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
             self._skip(self._reader, count)
         return self._reader
 

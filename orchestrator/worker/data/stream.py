@@ -17,6 +17,7 @@ from typing import Any
 from orchestrator.compat.generators import drawing, seed_on_cpu
 from orchestrator.compat.streams import loses_samples
 from orchestrator.job import Split
+from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.results import needed_argument
@@ -166,6 +167,10 @@ class StreamReader:
         if mark is not None:
             self._bookmark = mark
         return mark
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return none: the rank that reads measures how long it waits."""
+        return {}
 
     @property
     def _seed_here(self) -> int:

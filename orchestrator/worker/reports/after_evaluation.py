@@ -235,7 +235,7 @@ class Steered:
             found = {"steering": dataclasses.asdict(steering), EVALUATIONS: self.metadata().get(EVALUATIONS, [])}
         if world_size > 1:
             found = broadcast_json(found, source=0, rank=rank, device=self._device)
-            self._strategy.confirm()
+            self._strategy.hooks.confirm()
             self._evaluations = [Evaluation(**evaluation) for evaluation in found[EVALUATIONS]]
         steering = Steering(**found["steering"])
         if self._trains:

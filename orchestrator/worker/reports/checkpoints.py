@@ -88,13 +88,13 @@ class Checkpoints:
         ``store``: where the ranks of the generation can leave short messages; None if they cannot.
         """
         strategy = self._strategy
-        if store is not None and len(strategy.writers) > 1:
+        if store is not None and len(strategy.saved.writers) > 1:
             self._num_saves = 0
             self._writers = Writers(
                 store=store,
-                ranks=strategy.writers,
+                ranks=strategy.saved.writers,
                 rank=self._rank,
-                names=strategy.saved_names,
+                names=strategy.saved.names,
                 stall_timeout_s=self._timeout_s,
                 lost_timeout_s=self._lost_timeout_s,
                 ended=threading.Event(),
@@ -116,10 +116,10 @@ class Checkpoints:
             NonFiniteError: a parameter is not finite; nothing is saved.
         """
         began = time.perf_counter()
-        capture = self._strategy.capture if self._writers is None else self._strategy.capture_part
+        position, part = {"step": step, "samples_consumed": samples_consumed}, self._writers is not None
         with self._strategy.quiesced():
-            state = capture(step=step, samples_consumed=samples_consumed, into=self._writer.buffers())
-        self._strategy.confirm()
+            state = self._strategy.capture(**position, into=self._writer.buffers(), part=part)
+        self._strategy.hooks.confirm()
         if state is not None:
             jointly = self._joint_save()
             state.meta.update(metadata)
@@ -213,7 +213,7 @@ class Checkpoints:
 
         All ranks may call this, after :meth:`drain`; the rank that commits does it.
         """
-        if self._rank != self._strategy.writers[0] or step in self._failed or self._writer.pending() is not None:
+        if self._rank != self._strategy.saved.writers[0] or step in self._failed or self._writer.pending() is not None:
             return
         try:
             self._writer.amend(step, metadata)

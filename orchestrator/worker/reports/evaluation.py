@@ -55,7 +55,7 @@ def cut_off_together(call: Callable[[], None], strategy: Strategy, device: torch
         is_cut = True
     if (world_size := strategy.context.mesh.world_size) > 1:
         is_cut = any(gather_json(is_cut, world_size=world_size, device=device))
-        strategy.confirm()
+        strategy.hooks.confirm()
     if is_cut:
         raise CutOff
 
@@ -93,16 +93,16 @@ def evaluate(
     loss_sum, weight = torch.zeros((), device=device), torch.zeros(())
     sums: dict[str, torch.Tensor] = {}
     objects, predicts = MetricObjects(strategy.job, split, device), strategy.job.makes_predictions
-    strategy.update_metrics = objects.update if objects and not predicts else None
+    strategy.hooks.update_metrics = objects.update if objects and not predicts else None
     for batch, valid in batches:
-        if valid == 0 and not strategy.evaluates_padding:
+        if valid == 0 and not strategy.traits.evaluates_padding:
             continue
         result = strategy.evaluate(batch, valid)
         loss_sum += result.loss_sum
         weight = weight + result.weight  # on a GPU if that is there: reading it would wait for every batch
         for name, value in result.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
-    strategy.update_metrics = None
+    strategy.hooks.update_metrics = None
     values: dict[str, float] | None = {}
     if objects:
         with outbox.within("callback"):
@@ -138,14 +138,14 @@ def _values(
     if world_size > 1:
         own = TrainState(meta={"taken": taken}, model={**objects.packed(most=MOST_BYTES // world_size)}, optimizer={})
         states = gather_states(own, ranks=range(world_size), rank=rank, device=device)
-        strategy.confirm()
+        strategy.hooks.confirm()
         if states is None:
             return {}
         taken = [name for state in states for name in state.meta["taken"]]
         objects.join([state.model for state in states])
 
     def warn(name: str, error: Exception) -> None:
-        strategy.warn(
+        strategy.hooks.warn(
             f"job.metric_objects: {name!r} cannot be computed in a trial with a few samples: "
             f"{error_with_place(error)}; if that happens in an evaluation, the run ends"
         )
@@ -195,9 +195,9 @@ def predict(
     """
     job, model = strategy.job, strategy.own_model
     part, parts = strategy.context.dp_rank, strategy.context.mesh.data_parallel_size
-    if strategy.divides_model:
+    if strategy.traits.divides_model:
         weights = strategy.gather_model()
-        strategy.confirm()
+        strategy.hooks.confirm()
         if weights is not None:
             model, part, parts = rebuilt(job, weights), 0, 1
     if model is None:

@@ -106,8 +106,8 @@ class JobReports:
             steps=self._assignment.config.train.steps,
             samples_seen=samples_consumed,
             loss=result.loss_sum / result.weight,  # a scalar of the host needs no copy
-            lr=self._strategy.lr,
-            model=self._strategy.full_model,
+            lr=self._strategy.group_lrs[0],
+            model=self._whole_model(),
         )
         self._tell("on_step_end", info, step=step, model=info.model)
 
@@ -177,13 +177,17 @@ class JobReports:
             ModelChangedError: the job has changed the model.
             CutOff: the job took too long, and the ranks have to stop.
         """
-        model, weights = self._strategy.full_model, None
+        model, weights = self._whole_model(), None
         self._outbox.enter(step, "sample")
-        if self._strategy.divides_model:
+        if self._strategy.traits.divides_model:
             weights = self._strategy.gather_model()
-            self._strategy.confirm()
+            self._strategy.hooks.confirm()
         drawn = functools.partial(self._sample, model, weights, step=step)
         evaluation.cut_off_together(drawn, self._strategy, self._device)
+
+    def _whole_model(self) -> nn.Module | None:
+        """Return the model on the rank that shows it to the job, if that has all of it."""
+        return self._strategy.own_model if self._strategy.context.global_rank == 0 else None
 
     def _sample(self, model: nn.Module | None, weights: Mapping[str, Tensor] | None, *, step: int) -> None:
         if model is None and weights is None:

@@ -379,7 +379,7 @@ def offered_by_a_survivor_and_a_new_rank(rank: int, case: Case, run_dir: str) ->
     if rank == 1:
         loop = loop_of(orders, case, strategy.create(context_of(orders, CPU), case.job))
     loop.reassign(replace(orders, generation=2, sources=(0, 0), source_step=2))
-    loop.strategy.confirm = lost_at_evaluation = LostAtEvaluation(loop)
+    loop.strategy.hooks.confirm = lost_at_evaluation = LostAtEvaluation(loop)
     with contextlib.suppress(AbandonedError):
         loop.run({})
     loop.strategy.close()

@@ -295,14 +295,15 @@ def test_evaluations_after_the_step_from_which_a_run_continues_have_no_effect() 
     followed, strategy = steered(job)
     for step in (2, 4, 6, 8):
         add(followed, step)
-    assert (strategy.lr, job.scale, followed.why_stop) == (pytest.approx(LR / 256), 5.0, "Job.on_evaluation: enough")
+    assert strategy.group_lrs[0] == pytest.approx(LR / 256)
+    assert (job.scale, followed.why_stop) == (5.0, "Job.on_evaluation: enough")
     followed.share([0], source_step=5, rank=0)
-    assert (strategy.lr, job.scale, followed.why_stop) == (pytest.approx(LR / 16), 3.0, None)
+    assert (strategy.group_lrs[0], job.scale, followed.why_stop) == (pytest.approx(LR / 16), 3.0, None)
     add(followed, 4)  # the failure came before the end of what followed from it
-    assert strategy.lr == pytest.approx(LR / 16)
+    assert strategy.group_lrs[0] == pytest.approx(LR / 16)
     assert [found["step"] for found in followed.metadata()[EVALUATIONS]] == [2, 4]
     followed.share([0], source_step=0, rank=0)
-    assert (strategy.lr, job.scale) == (pytest.approx(LR), 1.0)
+    assert (strategy.group_lrs[0], job.scale) == (pytest.approx(LR), 1.0)
 
 
 def shared(rank: int) -> tuple[float, float, list[int]]:
@@ -312,7 +313,7 @@ def shared(rank: int) -> tuple[float, float, list[int]]:
     for step in (2, 4) if rank == 1 else ():
         followed._evaluations.append(Evaluation(step=step, metrics={"val/loss": 1.0}))
     followed.share([1, 1], source_step=5, rank=rank)
-    return strategy.lr, job.scale, [evaluation["step"] for evaluation in followed.metadata()[EVALUATIONS]]
+    return strategy.group_lrs[0], job.scale, [evaluation["step"] for evaluation in followed.metadata()[EVALUATIONS]]
 
 
 def test_an_evaluation_that_is_repeated_has_the_fields_of_its_step() -> None:
@@ -354,7 +355,7 @@ def test_a_run_that_starts_from_another_one_is_steered_by_its_own_evaluations() 
     first, strategy = steered(PlateauDigits())
     for step in (2, 4, 6):
         add(first, step)
-    assert strategy.lr == pytest.approx(LR / 4)
+    assert strategy.group_lrs[0] == pytest.approx(LR / 4)
     state = strategy.trained.snapshot(step=6, samples_consumed=0)
     other, continued = steered(PlateauDigits())
     continued.load(state)

@@ -121,7 +121,7 @@ def with_a_failed_evaluation(rank: int, case: Case) -> bool:
     list(steps(strategy))
     before, changed = snapshot(model_of(strategy)), False
     try:
-        with strategy.evaluation_weights():
+        with strategy.weights_to_evaluate():
             changed = not torch.equal(model_of(strategy).state_dict()["head.weight"], before["head.weight"])
             raise RuntimeError("the planted fault")
     except RuntimeError:

@@ -56,7 +56,7 @@ def observed(rank: int, case: Case, sources: Sequence[int], new: Sequence[int]) 
         strategy = make(case, rank)
         list(steps(strategy, last=1))
         step_bytes = peak_of(memory, lambda: list(steps(strategy, first=2, last=2)))
-        strategy.confirm = interrupt
+        strategy.hooks.confirm = interrupt
         with pytest.raises(AbandonedError):
             next(steps(strategy, first=3))
         done = 2 if sources[rank] == rank else 1
@@ -67,7 +67,7 @@ def observed(rank: int, case: Case, sources: Sequence[int], new: Sequence[int]) 
             gc.collect()  # as if the process were a new one
             strategy.setup(case.job.dataset("train"))
         assert isinstance(strategy, Trainer)
-        strategy.confirm = no_confirmation
+        strategy.hooks.confirm = no_confirmation
         before = {} if rank in new else places(strategy)
 
         def recover() -> None:

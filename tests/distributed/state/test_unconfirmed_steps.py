@@ -68,14 +68,14 @@ def interrupted(rank: int, case: Case, call: int) -> tuple[Mapping[int, tuple[in
     strategy = make(case, rank)
     results = steps(strategy)
     seen = [next(results), next(results)]
-    strategy.confirm = with_garbage(strategy, call=call)
+    strategy.hooks.confirm = with_garbage(strategy, call=call)
     with pytest.raises(AbandonedError):
         next(results)
     offered = strategy.recoverable_steps(2)
     strategy.close()
     if not offered:
         return offered, None
-    strategy.confirm = no_confirmation
+    strategy.hooks.confirm = no_confirmation
     strategy.attach()
     sources = range(strategy.context.mesh.world_size)
     consumed = 2 * case.train.global_batch_size
@@ -98,7 +98,7 @@ def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tupl
     results = steps(strategy)
     seen = [next(results), next(results)]
     if rank in (lost, *unconfirmed):
-        strategy.confirm = Ended(at=last_confirmation(case))
+        strategy.hooks.confirm = Ended(at=last_confirmation(case))
         with pytest.raises(AbandonedError):
             next(results)
     else:
@@ -112,7 +112,7 @@ def torn(rank: int, case: Case, lost: int, unconfirmed: tuple[int, ...]) -> tupl
     if rank == lost:
         step, strategy = 0, type(strategy)(strategy.context, strategy.job)
         strategy.setup(case.job.dataset("train"))
-    strategy.confirm = no_confirmation
+    strategy.hooks.confirm = no_confirmation
     strategy.attach()
     batch = case.train.global_batch_size
     meta = strategy.recover_state(sources, source_step=found, step=step, samples_consumed=step * batch)
@@ -400,7 +400,7 @@ def run_until_ended(tmp_path: Path, at: int) -> tuple[int, int]:
     outbox, confirm = Outbox(Redactor()), Ended(at)
     strategy = Trainer(context_of(orders, CPU), case.job)
     loop = loop_of(orders, case, strategy, outbox=outbox)
-    strategy.confirm = confirm
+    strategy.hooks.confirm = confirm
     with contextlib.suppress(AbandonedError):
         loop.run({})
     loop.finish(timeout_s=SOON_S)

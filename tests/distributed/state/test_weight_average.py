@@ -236,7 +236,7 @@ def interrupted(rank: int, case: Case) -> bool:
     list(steps(strategy))
     before, changed = snapshot(model_of(strategy)), False
     try:
-        with strategy.averaged_weights():
+        with strategy.weights_to_evaluate(averaged=True):
             changed = not torch.equal(model_of(strategy).state_dict()["head.weight"], before["head.weight"])
             raise RuntimeError("the planted fault")
     except RuntimeError:

@@ -464,7 +464,7 @@ def evaluated_between_steps(rank: int, case: Case) -> tuple[list[float], list[fl
     trained, evaluated = [], []
     for result in steps(strategy):
         trained.append(float(result.loss_sum))
-        with strategy.averaged_weights():
+        with strategy.weights_to_evaluate(averaged=True):
             evaluated.append(float(strategy.evaluate(batch, 8).loss_sum))
     return trained, evaluated
 

@@ -244,7 +244,7 @@ def to_the_end(rank: int, case: Case, lead: int | None = None) -> tuple[Steps, d
     results = [after(lead, made, rank, step, case.train.steps) for step in range(1, case.train.steps + 1)]
     with strategy.quiesced():
         metrics = {name: figure.value for name, figure in strategy.metrics().items()}
-        if not strategy.reads_data:
+        if not strategy.traits.reads_data:
             metrics["updates"] = strategy._updates
         return watched(strategy, results), metrics
 
@@ -379,7 +379,7 @@ def with_a_new_worker(rank: int, case: Case, lost: int, at: int) -> tuple[Steps,
     batch_size = case.train.global_batch_size
     meta = strategy.recover_state((2, 2, 2, 3), source_step=at, step=step, samples_consumed=step * batch_size)
     assert meta == {"step": at, "samples_consumed": at * batch_size}
-    return watched(strategy, steps(strategy, first=at + 1)), strategy.lr
+    return watched(strategy, steps(strategy, first=at + 1)), strategy.group_lrs[0]
 
 
 def test_a_server_that_has_no_state_yet_offers_none(gang: Gang) -> None:

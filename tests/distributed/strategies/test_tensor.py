@@ -150,8 +150,8 @@ def test_checkpoints_go_to_and_from_other_layouts(
 
 def evaluated(rank: int, case: Case, checkpoint: Path) -> EvalPoint:
     strategy, state = make(case, rank), load(checkpoint)
-    if len(strategy.writers) > 1:
-        strategy.restore_part(state)
+    if len(strategy.saved.writers) > 1:
+        strategy.restore(state, source=None)
     else:
         strategy.restore(state if rank == 0 else None, source=0)
     return validated(strategy, rank, strategy.job.dataset("val"))

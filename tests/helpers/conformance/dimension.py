@@ -1,6 +1,8 @@
 """A dimension of the mesh that divides nothing, and what it takes to add it to a copy of this project."""
 
+import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from helpers.conformance.cases import Case, config_of, having, options_of, plan_
 from helpers.conformance.layouts import SGD, layout
 from helpers.conformance.reference import trained_plainly
 from helpers.conformance.training import losses, train
-from helpers.jobs.quick_jobs import digits
+from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.ranks.gang import GLOO, close_gangs, gang_on
 from helpers.ranks.job_trials import one_thread
+from orchestrator.planning.mesh import DIMENSIONS
 
+SEED = 58
 ROOT = Path(__file__).parents[3]
 FILE = "orchestrator/strategies/transforms/nothing.py"
 TEXT = '''"""``nothing``: every worker of a group computes everything."""
@@ -43,8 +47,8 @@ LINES = {
     ],
     "orchestrator/strategies/keys.py": [
         (
-            '    """How the layers of blocks are divided."""\n',
-            '\n    nothing: int = option("workers that compute everything together", minimum=1)\n',
+            '    context: int = option("workers that the tokens of each sample are divided over", minimum=1)\n',
+            '    nothing: int = option("workers that compute everything together", minimum=1)\n',
         ),
     ],
     "orchestrator/strategies/transforms/every.py": [
@@ -53,6 +57,7 @@ LINES = {
             "from orchestrator.strategies.transforms.nothing import NothingPart\n",
         ),
     ],
+    "conf/mesh/layers.yaml": [("tensor: 1\n", "nothing: 1\n")],
 }
 """Lines after others, by file."""
 ENTRY = ("(TensorPart, TokenPart)", "(TensorPart, TokenPart, NothingPart)")
@@ -80,8 +85,6 @@ def copied_with_nothing(to: Path) -> None:
         for before, added in lines:
             _replace(to / file, before, before + added)
     _replace(to / "orchestrator/strategies/transforms/every.py", *ENTRY)
-    for preset in PRESETS:
-        _replace(to / f"conf/strategy/{preset}.yaml", "tensor: 1\n", "tensor: 1\nnothing: 1\n")
 
 
 def _replace(path: Path, old: str, new: str) -> None:
@@ -92,17 +95,27 @@ def _replace(path: Path, old: str, new: str) -> None:
 
 def train_in_every_preset() -> None:
     """Train with two workers along ``nothing``, and compare with plain torch; in the copy."""
-    gang = gang_on(GLOO)
     case = Case(job=digits(depth=4, hidden=16, lr=0.3), train=having(steps=3, global_batch_size=32, clip_norm=0.2))
+    for preset, keys in PRESETS.items():
+        _train(preset, keys, case)
+    _train("mesh", random_product(), Case(job=TinyGPT(layers=2), train=having(steps=3, global_batch_size=8)))
+    close_gangs()
+
+
+def random_product() -> dict[str, Any]:
+    """The keys of a product of two workers along a dimension that a seed draws, beside ``nothing``."""
+    drawn = random.Random(SEED).choice([dimension for dimension in DIMENSIONS if dimension != "nothing"])
+    return {"num_workers": 4, "replicate": 1, drawn: 2}
+
+
+def _train(preset: str, keys: Mapping[str, Any], case: Case) -> None:
+    of = layout(options_of(preset, **keys, nothing=2), keys["num_workers"])
+    assert plan_of(config_of(of.of(case), of.world_size)).mesh.size("nothing") == 2
     with one_thread():
         expected = losses([trained_plainly(case).steps])
-    for preset, keys in PRESETS.items():
-        of = layout(options_of(preset, **keys, nothing=2), keys["num_workers"])
-        assert plan_of(config_of(of.of(case), of.world_size)).mesh.size("nothing") == 2
-        ranks = gang.run(train, replace(of.of(case), alone=None), True, world_size=of.world_size)
-        torch.testing.assert_close(losses(ranks), expected, rtol=SGD, atol=0, msg=lambda m, name=preset: f"{name}: {m}")
-        print(preset)
-    close_gangs()
+    ranks = gang_on(GLOO).run(train, replace(of.of(case), alone=None), True, world_size=of.world_size)
+    torch.testing.assert_close(losses(ranks), expected, rtol=SGD, atol=0, msg=lambda m: f"{preset} {keys}: {m}")
+    print(preset)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _evaluated(strategy: Strategy) -> EvalSums:
         batch_size=strategy.eval_batch_size,
         data_parallel_size=context.mesh.data_parallel_size,
         dp_rank=context.dp_rank,
-        read=strategy.reads_data,
+        read=strategy.traits.reads_data,
     ):
         if valid:
             sums = strategy.evaluate(batch, valid)

@@ -41,9 +41,18 @@ def averages(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def plain_losses(job: Job, *, batch: int, steps: int, seed: int = 0) -> dict[int, float]:
     """The loss of each step of a plain loop on one thread."""
-    with one_thread():
-        seen = trained_plainly(Case(job=job, train=having(steps=steps, global_batch_size=batch), seed=seed))
+    return numbered(plainly(job, batch=batch, steps=steps, seed=seed))
+
+
+def numbered(seen: Seen) -> dict[int, float]:
+    """The loss by step."""
     return dict(enumerate(losses([seen.steps]).tolist(), 1))
+
+
+def plainly(job: Job, *, batch: int, steps: int, seed: int = 0) -> Seen:
+    """Train a job in a plain loop on one thread."""
+    with one_thread():
+        return trained_plainly(Case(job=job, train=having(steps=steps, global_batch_size=batch), seed=seed))
 
 
 def trained_plainly(case: Case) -> Seen:

@@ -34,7 +34,7 @@ from orchestrator.strategies.trainer import Trainer
 from orchestrator.user_code.callbacks import set_current_step
 from orchestrator.worker.control.rendezvous import seed_step
 from orchestrator.worker.data.batches import Sampling, Share, checked_weights, train_batches
-from orchestrator.worker.data.job_data import Datasets, batches_of
+from orchestrator.worker.data.opened import Datasets, batches_of
 
 CPU = torch.device("cpu")
 made: list[Strategy] = []
@@ -155,7 +155,7 @@ def steps(
         dp_rank=context.dp_rank,
         grad_accumulation=train.grad_accumulation,
     )
-    batches = batches_in(strategy.job, context.seed, share, range(first, last + 1), read=strategy.reads_data)
+    batches = batches_in(strategy.job, context.seed, share, range(first, last + 1), read=strategy.traits.reads_data)
     for step, batch in zip(range(first, last + 1), batches, strict=True):
         set_current_step(step)
         seed_step(context.seed, step, context.mesh.seed_rank(context.global_rank))
@@ -248,17 +248,17 @@ def saved_piece(rank: int, case: Case, stop: int, root: Path) -> tuple[Steps, Tr
     strategy = make(case, rank)
     seen = watched(strategy, steps(strategy, last=stop))
     position = {"step": stop, "samples_consumed": stop * case.train.global_batch_size}
-    own = strategy.capture_part(**position, into=None)
+    own = strategy.capture(part=True, **position, into=None)
     if own is not None:
         jointly = None
-        if len(strategy.writers) > 1:
+        if len(strategy.saved.writers) > 1:
             store = default_store()
             assert store is not None
             jointly = Writers(
                 store=store,
-                ranks=strategy.writers,
+                ranks=strategy.saved.writers,
                 rank=rank,
-                names=strategy.saved_names,
+                names=strategy.saved.names,
                 stall_timeout_s=20,
                 lost_timeout_s=20,
                 ended=threading.Event(),
@@ -275,8 +275,8 @@ def restored(rank: int, case: Case, checkpoints: dict[str, Path]) -> dict[str, l
     strategy, found = make(case, rank), {}
     for name, path in checkpoints.items():
         state = load(path)
-        if len(strategy.writers) > 1:
-            meta = strategy.restore_part(state)
+        if len(strategy.saved.writers) > 1:
+            meta = strategy.restore(state, source=None)
         else:
             meta = strategy.restore(state if rank == 0 else None, source=0)
         again = strategy.capture(step=meta["step"], samples_consumed=meta["samples_consumed"], into=None)

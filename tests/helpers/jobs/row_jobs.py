@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from helpers.jobs.quick_jobs import TinyGPT
 from orchestrator.features.feeding.window import shuffled
 from orchestrator.job import Job, Split
 
@@ -48,8 +49,22 @@ class InOrder(IterableDataset[Any]):
         self.rows = {name: column[kept] for name, column in (rows or joined(columns())).items()}
 
     def __iter__(self) -> Iterator[Any]:
-        for i in range(len(self.rows["y"])):
+        for i in range(len(next(iter(self.rows.values())))):
             yield {name: column[i] for name, column in self.rows.items()}
+
+
+class Told(InOrder):
+    """Leaves a file in a folder for each process that reads more than the first samples."""
+
+    def __init__(self, folder: str):
+        super().__init__()
+        self.folder = Path(folder)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, row in enumerate(super().__iter__()):
+            if number == ROWS // 2:
+                (self.folder / str(os.getpid())).touch()
+            yield row
 
 
 def pixels() -> dict[str, Any]:
@@ -95,6 +110,8 @@ class RowJob(Job):
     def dataset(self, split: Split) -> Any:
         if self.kind == "stream":
             return InOrder() if split == "train" else InOrder(slice(0, ROWS // FILES))
+        if self.kind == "told":
+            return Told(self.mark) if split == "train" else None
         if self.kind == "windows":
             return InWindows()
         if self.kind == "pixels":
@@ -117,6 +134,10 @@ class RowJob(Job):
             return made(self.folder).map_batches(noisy)
         if self.kind == "empty":
             return made(self.folder).filter(lambda row: False)
+        if self.kind == "filtered":
+            return made(self.folder).filter(lambda row: row["y"] > 0)
+        if self.kind == "endless":
+            return ray_data().read_datasource(endless(), override_num_blocks=1)
         if self.kind == "missing":
             return ray_data().from_items([{"x": 1.5, "y": number if number else None} for number in range(3)])
         assert self.kind == "rows"
@@ -134,6 +155,43 @@ class RowJob(Job):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
+def windows_of_tokens() -> dict[str, Any]:
+    return {"tokens": np.random.default_rng(2).integers(0, 64, size=(100, 17))}
+
+
+def write_tokens(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    for number, part in enumerate(np.split(windows_of_tokens()["tokens"], FILES)):
+        pq.write_table(pa.table({"tokens": list(part)}), folder / f"{number}.parquet", row_group_size=7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows(TinyGPT):
+    """``folder``: of files of windows of tokens; empty for a stream of the same rows."""
+
+    folder: str = ""
+    layers: int = 2
+
+    def dataset(self, split: Split) -> Any:
+        kept = slice(None) if split == "train" else slice(0, 25)
+        if not self.folder:
+            return InOrder(kept, windows_of_tokens())
+        rows = ray_data().read_parquet(self.folder)
+        return rows if split == "train" else rows.limit(25)
+
+    @property
+    def collate(self) -> Any:
+        return shifted
+
+
+def shifted(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    tokens = torch.from_numpy(np.stack([row["tokens"] for row in rows]))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def ray_data() -> Any:
     import ray.data
 
@@ -142,6 +200,26 @@ def ray_data() -> Any:
 
 def made(path: str) -> Any:
     return ray_data().read_parquet(path).map_batches(joined)
+
+
+def endless() -> Any:
+    """A source with one task, which never ends."""
+    import pyarrow as pa
+    from ray.data.block import BlockMetadata
+    from ray.data.datasource import Datasource, ReadTask
+
+    def read() -> Iterator[Any]:
+        while True:
+            yield pa.table({"x": np.zeros((1000,)), "y": np.zeros((1000,))})
+
+    class Endless(Datasource):
+        def estimate_inmemory_data_size(self) -> None:
+            return None
+
+        def get_read_tasks(self, parallelism: int, *args: Any, **options: Any) -> list[Any]:
+            return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None))]
+
+    return Endless()
 
 
 def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:

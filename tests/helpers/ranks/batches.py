@@ -104,6 +104,6 @@ def validated(strategy: Strategy, rank: int, dataset: Any, *, step: int = 0) -> 
             data_parallel_size=mesh.data_parallel_size,
             dp_rank=mesh.dp_rank(rank),
             timeout_s=10,
-            read=strategy.reads_data,
+            read=strategy.traits.reads_data,
         )
         return evaluation.evaluate(strategy, batches, step=step, device=own_device(), outbox=Outbox(Redactor()))

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import MASK, Redactor
-from orchestrator.config.run_settings import settings_of_run
+from orchestrator.config.text import settings_of_run
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from orchestrator.config.run_settings import settings_of_run
         ("--config-dir mine job.lr=1", "lr=1"),
         ("job.a=1 job.b=2 job.c=3 job.d=4 job.e=5", "a=1 b=2 c=3 d=4 ..."),
         (f"job.a={'x' * 100} job.b=2", f"a={'x' * 75}..."),
+        ("job._target_=my.Job job.lr=1 strategy=ddp evaluate=last", ""),
         ("", ""),
     ],
 )

@@ -275,6 +275,23 @@ def plan_for(*overrides: str, nodes: tuple[Node, ...]) -> Plan:
     return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=False)
 
 
+def test_a_stop_promises_no_checkpoint_where_there_is_nothing_to_save() -> None:
+    stop = StopRequested(time=START + 8, signal="SIGTERM")
+    script, evaluates = replace(STARTED, steps=0), replace(STARTED, evaluates=True, resumed_from_step=40)
+    told = {
+        "SIGTERM: stopping before the first step; send it again to stop at once": (STARTED, FORMED, stop),
+        "SIGTERM: stopping; send it again to stop at once": (evaluates, FORMED, stop),
+        "SIGTERM: waiting for the script, which SIGTERM asks to save and to end; send it again to stop at once": (
+            *(script, FORMED, stop),
+        ),
+        "SIGTERM: writing a checkpoint before stopping; send it again to stop at once": (
+            *(STARTED, FORMED, point(3, 7, train__loss=1.0), stop),
+        ),
+    }
+    for text, events in told.items():
+        assert printed(*events)[-1] == text
+
+
 def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what(golden: Golden) -> None:
     nodes = (Node(node_id="a", name="laptop", cpus=4, gpus=0),)
     plan = plan_for("strategy=ddp", "train.global_batch_size=65", "strategy.num_workers=2", nodes=nodes)

@@ -78,6 +78,7 @@ def test_the_name_and_the_page_of_a_run() -> None:
     alone = {"name": "digits-ddp", "settings": "lr=0.03"}
     assert run_name(alone) == "digits-ddp lr=0.03"
     assert run_name({**alone, "settings": ""}) == run_name({"name": "digits-ddp"}) == "digits-ddp"
+    assert run_name({**alone, "settings": "", "evaluated": {"step": 40}}) == "digits-ddp (step 40)"
     assert run_name({**alone, "sweep": {"settings": "hidden=8"}}) == "digits-ddp hidden=8"
     charts = page("https://host/mlflow", "7", COMPARE)
     assert run_page(charts, "abc") == "https://host/mlflow/#/experiments/7/runs/abc?workflowType=machine_learning"

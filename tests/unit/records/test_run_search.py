@@ -81,6 +81,15 @@ def test_a_run_is_found_by_its_name_and_by_the_id_of_its_job(home: Path) -> None
             search.look_up(other)
 
 
+def test_a_directory_without_runs_and_a_word_of_others_are_answered(home: Path) -> None:
+    nothing = f"last: there are no runs in {Path('outputs').resolve()}; go to the directory where they were started"
+    with pytest.raises(NoSuchRunError, match=nothing):
+        RunSearch.of(None).look_up("last")
+    make_run(Path("outputs"), "2026-05-01/12-30-01-a")
+    with pytest.raises(NoSuchRunError, match=r"^latest: no such run in .*; last is the newest one$"):
+        RunSearch.of(None).look_up("latest")
+
+
 def test_a_run_is_found_by_what_mlflow_and_the_list_of_runs_show(home: Path) -> None:
     single = make_run(Path("outputs"), "2026-05-01/12-30-01-digits-ddp", settings="lr=0.1 steps=20")
     swept = make_run(Path("outputs"), "2026-05-02/12-30-01-digits-ddp", settings="-", sweep={"settings": "lr=0.3"})
@@ -88,7 +97,7 @@ def test_a_run_is_found_by_what_mlflow_and_the_list_of_runs_show(home: Path) -> 
     search = RunSearch.of(None)
     for text in ("digits-ddp lr=0.1 steps=20", "lr=0.1 steps=20"):
         assert search.look_up(text) == single
-    for text in ("digits-ddp lr=0.3", "lr=0.3"):
+    for text in ("digits-ddp lr=0.3", "lr=0.3", "digits-ddp lr=0.3 (pruned)"):
         assert search.look_up(text) == swept
     for text in ("lr=0.1", "digits lr=0.3", "digits-ddp ", "", "-"):
         with pytest.raises(NoSuchRunError):

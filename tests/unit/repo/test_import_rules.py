@@ -283,7 +283,7 @@ def test_no_rank_imports_the_checks_of_the_driver() -> None:
 # longest of the names that it begins with.
 ROOMS = {
     "measures": "measure data update",
-    "base": "keys rank_context constructor reduction groups base kept_state training_step passes peer_copies registry "
+    "base": "keys rank_context constructor reduction groups base kept_state training_step peer_copies registry "
             "transforms.blocks",
     "transforms": "transforms",
     "trained": "owner trained whole_model",

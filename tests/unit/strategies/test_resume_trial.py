@@ -25,7 +25,7 @@ from helpers.jobs.optimizers import (
 )
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
-from orchestrator.strategies.asynchronous.hogwild import Hogwild
+from orchestrator.strategies.asynchronous.hogwild import HogwildRules
 from orchestrator.strategies.checks.optimizer_trials import optimizer_errors
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.update.job_optimizer import ELEMENTWISE
@@ -124,6 +124,6 @@ def test_workers_that_share_memory_refuse_state_that_they_would_not_share() -> N
         found: list[str] = []
         chosen = EVERY["hogwild-2"]
         config = config_of(chosen.of(Case(job=job, train=TRAIN)), chosen.world_size)
-        Hogwild.check_job(config, Outline(job, config.train), plan_of(config), found)
+        HogwildRules.check_job(config, Outline(job, config.train), plan_of(config), found)
         assert len(found) == 1
         assert found[0].startswith(f"strategy=hogwild: {words}")

@@ -22,7 +22,7 @@ from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.strategies.training_step import joined, optimizers_of
-from orchestrator.worker.data.job_data import datasets_of
+from orchestrator.worker.data.opened import datasets_of
 
 
 @pytest.fixture

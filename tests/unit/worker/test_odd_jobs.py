@@ -21,7 +21,7 @@ from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.user_code.callbacks import StepEnd
 from orchestrator.user_code.errors import JobError, exits_refused
 from orchestrator.worker.data.data_loader import DataError
-from orchestrator.worker.data.job_data import datasets_of
+from orchestrator.worker.data.opened import datasets_of
 
 NAMES = {"sys": sys, "os": os, "torch": torch, "nn": nn}
 

@@ -33,7 +33,7 @@ from orchestrator.strategies.asynchronous.parameter_server import wire
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
 from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.staleness import staleness_metrics
-from orchestrator.strategies.base import StepResult, Strategy
+from orchestrator.strategies.base import StepResult, Strategy, Traits
 from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
@@ -63,7 +63,7 @@ class _Connected:
 class Server(Strategy):
     """One server."""
 
-    reads_data = False
+    traits = Traits(reads_data=False)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -124,7 +124,9 @@ class Server(Strategy):
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
 
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
         """Send this server's shards of the optimizer's state to worker 0, which saves."""
         ranks = [0, *self.context.mesh.servers]
         gather_states(self.state_to_save(), ranks=ranks, rank=self.context.global_rank, device=CPU)
@@ -133,7 +135,8 @@ class Server(Strategy):
     def state_to_save(self) -> TrainState:
         return TrainState(model={}, optimizer=self._shards.optimizer_tensors(), meta={})
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
+        assert source is not None  # there is one writer
         state = broadcast_state(state, source=source, rank=self.context.global_rank, device=CPU)
         self._build(state)
         self._continue_from(state.step)
@@ -199,8 +202,8 @@ class Server(Strategy):
         return 1e3 * self._waited_s
 
     @property
-    def lr(self) -> float:
-        return float(self._shards.optimizer.param_groups[0]["lr"])
+    def group_lrs(self) -> Sequence[float]:
+        return (float(self._shards.optimizer.param_groups[0]["lr"]),)
 
     @property
     def follows_evaluations(self) -> bool:

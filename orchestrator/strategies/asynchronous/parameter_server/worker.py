@@ -19,6 +19,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
-from orchestrator.config.schema import Config
-from orchestrator.config.text import first_few
 from orchestrator.job import Job
 from orchestrator.model.parameter_division import extents_of, optimizer_error
-from orchestrator.planning.plan import Plan
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
@@ -45,14 +43,12 @@ from orchestrator.strategies.asynchronous.parameter_server.placed_shards import 
 from orchestrator.strategies.asynchronous.parameter_server.server_connection import ServerConnection
 from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
 from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
-from orchestrator.strategies.asynchronous.staleness import statistics_notes
-from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
+from orchestrator.strategies.base import Traits
 from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum
 from orchestrator.strategies.trainer import Trainer
-from orchestrator.strategies.update.job_optimizer import optimizer_of, own_step_errors
 from orchestrator.strategies.whole_model import WholeModel
 from orchestrator.user_code.errors import JobError
 
@@ -64,23 +60,7 @@ class ParameterWorker(Trainer, Reduction):
     """
 
     passes: WholeModel
-    moves_parameters = True
-
-    @classmethod
-    def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
-        options, model = ParameterServerConfig.of(config.strategy), outline.model
-        if model is not None:  # otherwise the workers find out
-            errors += _sharding_errors(options.name, outline.job, model, options.num_shards)
-            served = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-            if changed := [name for name in changed_weights(outline) if name in served]:
-                errors.append(
-                    f"job.model: forward() changes {first_few(changed, 2)}, which the servers own, so that the change "
-                    "would be lost; use torch.nn.utils.parametrize, or strategy=ddp"
-                )
-        if options.consistency == "sync":
-            return super().check_job(config, outline, plan, errors)
-        errors += diverging_errors(model, plan)
-        return () if model is None else statistics_notes(model)
+    traits = Traits(moves_parameters=True)
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -88,6 +68,7 @@ class ParameterWorker(Trainer, Reduction):
         options, train = ParameterServerConfig.of(context.options), context.train
         self._options = options
         self._sync = options.consistency == "sync"
+        self.traits = replace(self.traits, nonfinite_advice=self._nonfinite_advice())
         clips = train.clip_norm is not None or train.clip_value is not None
         self._changes_gradient = not self._sync and (clips or train.on_nonfinite == "skip")
         self._group_set: Groups | None = None
@@ -136,8 +117,7 @@ class ParameterWorker(Trainer, Reduction):
     def sync_initial_state(self) -> None:
         self._step = 0
 
-    @property
-    def nonfinite_advice(self) -> str | None:
+    def _nonfinite_advice(self) -> str | None:
         bound = self._options.max_staleness
         if self._sync:
             return None
@@ -197,7 +177,9 @@ class ParameterWorker(Trainer, Reduction):
         self.pull()
         return super().own_model
 
-    def capture(self, *, step: int, samples_consumed: int, into: TrainState | None) -> TrainState | None:
+    def capture(
+        self, *, step: int, samples_consumed: int, into: TrainState | None, part: bool = False
+    ) -> TrainState | None:
         self.pull()
         state = super().capture(step=step, samples_consumed=samples_consumed, into=into)
         if state is not None:
@@ -208,7 +190,7 @@ class ParameterWorker(Trainer, Reduction):
             state.optimizer.update(join_optimizer_state([theirs.optimizer for theirs in states[1:]], shapes, into=into))
         return state
 
-    def restore(self, state: TrainState | None, *, source: int) -> dict[str, Any]:
+    def restore(self, state: TrainState | None, *, source: int | None) -> dict[str, Any]:
         self.pull()
         meta = super().restore(state, source=source)
         self.trained.optimizer.state.clear()
@@ -360,17 +342,3 @@ class ParameterWorker(Trainer, Reduction):
             yield
         finally:
             self._waited_s += time.perf_counter() - began
-
-
-def _sharding_errors(strategy: str, job: Job, model: nn.Module, num_servers: int) -> list[str]:
-    """Return why the parameters of the ``model`` and their optimizer cannot be divided over ``num_servers`` servers."""
-    errors = []
-    max_servers = sum(extent.units for extent in extents_of(model))
-    if num_servers > max_servers:
-        errors.append(f"strategy.num_shards={num_servers}: the model allows at most {max_servers} servers; lower it")
-    optimizer = optimizer_of(job, model)
-    if error := optimizer_error(optimizer):
-        errors.append(f"strategy={strategy}: Job.optimizer: {error}")
-    else:
-        errors += own_step_errors(f"strategy={strategy}", optimizer, otherwise="use strategy=ddp")
-    return errors

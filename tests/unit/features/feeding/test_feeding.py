@@ -1,6 +1,7 @@
 """Samples by number, cut into shares, and a feeder of a user's stream without Ray."""
 
 import itertools
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import default_collate
 
 from helpers.jobs.toys import Rows, Toy
 from helpers.ranks.streams import KINDS
-from orchestrator.features.feeding.feed import Request, Share
+from orchestrator.features.feeding.feed import Feed, Request, Share
 from orchestrator.features.feeding.feeder import About, Feeder
 from orchestrator.features.feeding.window import Blocks, Window, shuffled
 from orchestrator.job import Split
@@ -149,6 +150,45 @@ def test_a_stream_with_a_state_begins_at_the_mark_of_a_checkpoint() -> None:
     ]
 
 
+def torchdata_nodes() -> Any:
+    nodes = pytest.importorskip("torchdata.nodes", reason="the optional package is missing: pip install torchdata")
+    return nodes.Loader(nodes.Prefetcher(nodes.IterableWrapper(range(37)), 4))
+
+
+def hugging_face() -> Any:
+    datasets = pytest.importorskip("datasets", reason="the optional package is missing: pip install datasets")
+    rows = datasets.IterableDataset.from_generator(lambda shard: map(row, shard), gen_kwargs={"shard": list(range(12))})
+    return rows.shuffle(seed=1, buffer_size=1)
+
+
+def row(shard: int) -> dict[str, int]:
+    return {"shard": shard}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfLibrary(Toy):
+    make: Any
+
+    def dataset(self, split: Split) -> Any:
+        return self.make()
+
+
+@pytest.mark.parametrize("make", [torchdata_nodes, pytest.param(hugging_face, marks=pytest.mark.slow)])
+def test_streams_of_libraries_begin_at_the_mark_of_a_checkpoint(make: Any) -> None:
+    """Within an epoch, and in a later one."""
+    whole, alone = Feeder(OfLibrary(make=make), seed=0, window=0, count=8), StreamReader(make(), batch_size=8)
+    for step in range(12):
+        assert taken(whole, request(8 * step, end=8)) == alone.read(8, first=0, end=8)
+        share = whole.take("train", request(8 * step))
+        assert isinstance(share, Share)
+        assert share.mark is not None
+        mark = Mark.from_json(json.loads(json.dumps(share.mark.to_json())))
+        again = Feeder(OfLibrary(make=make), seed=0, window=0, count=8)
+        following = request(8 * step + 8, end=8)
+        assert taken(again, replace(following, mark=mark)) == taken(whole, following)
+        assert again.take("train", following).notes == ()
+
+
 def test_only_what_ranks_may_ask_for_again_is_kept() -> None:
     reader = feeder()
     for step in range(6):
@@ -161,6 +201,33 @@ def test_only_what_ranks_may_ask_for_again_is_kept() -> None:
     assert feed._reading == 1
     assert taken(reader, request(0, rank=1)) == [4, 5, 6, 7]
     assert feed._reading == 2
+
+
+class Large:
+    """Chunks of 13 rows and 30 bytes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def read(self, mark: Mark | None, position: int) -> Any:
+        for number in range(20):
+            yield 13 * number, Blocks([("a", 2, 3), ("b", 0, 1), ("c", 0, 9)], num_bytes=30)
+
+    def mark(self, position: int) -> None:
+        return None
+
+
+def test_rows_that_fill_the_object_store_are_told_of_once() -> None:
+    """And what is kept of them is measured."""
+    small, large = Feed(Large, store_bytes=1000), Feed(Large, store_bytes=100)
+    for step in range(10):
+        for feed, notes in ((small, 0), (large, 1)):
+            share = feed.take(request(8 * step))
+            assert isinstance(share, Share)
+            assert share.rows_per_s > 0
+            assert share.kept_mb in (30e-6, 60e-6, 90e-6)
+            assert len(share.notes) <= notes
+    assert share.notes[0].startswith("the rows that are read ahead take ")
 
 
 def test_an_earlier_generation_is_not_answered() -> None:

@@ -17,7 +17,7 @@ from orchestrator.job import Job, Split
 from orchestrator.strategies.data.datasets import DatasetError, epoch_generator, is_stream, samples_per_epoch
 from orchestrator.worker.data.batches import Batches, SampleOrder, checked_weights
 from orchestrator.worker.data.data_loader import batches_by_length
-from orchestrator.worker.data.job_data import Datasets, batches_of
+from orchestrator.worker.data.opened import Datasets, batches_of
 
 
 class Bucketed(Toy):

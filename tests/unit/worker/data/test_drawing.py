@@ -14,7 +14,7 @@ from helpers.jobs.toys import Toy
 from helpers.ranks.batches import Numbers, evaluate, train
 from orchestrator.job import Split
 from orchestrator.strategies.data.datasets import drawn_batches, epoch_generator
-from orchestrator.worker.data.job_data import datasets_of
+from orchestrator.worker.data.opened import datasets_of
 from orchestrator.worker.data.stream import StreamReader
 
 DRAW: dict[str, Callable[[], float]] = {

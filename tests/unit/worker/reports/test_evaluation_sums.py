@@ -7,6 +7,7 @@ import torch
 from helpers.conformance.training import CPU
 from helpers.jobs.toys import Toy
 from orchestrator.config.redact import Redactor
+from orchestrator.strategies.base import Hooks, Traits
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.worker.control.control import Outbox
 from orchestrator.worker.reports.evaluation import evaluate
@@ -22,7 +23,7 @@ class OnDevice(torch.Tensor):
 
 
 class Evaluating:
-    evaluates_padding = False
+    traits, hooks = Traits(), Hooks()
     job = Toy()
 
     def evaluate(self, batch: float, valid: int) -> EvalSums:
