@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from orchestrator.compat.torch import FakeTensor, make_wrapper, mutates, pytree, version_of, without_torch_functions
+from orchestrator.model.batch import map_tensors
 from orchestrator.model.peers import Peers
 from orchestrator.model.tensor.region import enter, leave
 
@@ -129,6 +130,11 @@ def gathered(part: Tensor, share: Share) -> Tensor:
     """Return the tensor of which ``part`` is this rank's share, along its last axis. Collective."""
     whole: Tensor = _Whole.apply(part, share, False)
     return whole
+
+
+def without_parts(tree: Any) -> Any:
+    """Return a tree with gathered tensors in place of those of which this rank has a part. Collective."""
+    return map_tensors(lambda t: gathered(t.part, t.share) if isinstance(t, DividedLogits) else t, tree)
 
 
 class _Whole(torch.autograd.Function):

@@ -24,6 +24,7 @@ from orchestrator.compat.pipelining import (
 from orchestrator.compat.torch import parameter_of
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages.own_stages import Stage
+from orchestrator.model.tensor.logits import without_parts
 from orchestrator.timeline import ActionKind, Span
 from orchestrator.user_code.errors import JobError
 
@@ -162,7 +163,8 @@ class TimedStage(ConnectedStage):
             value = self._inputs.microbatches[int(received[0])] if boundary is None else boundary.unpack(received)
             out = self.submod(value)
         if self._stage.outputs is not None:
-            return self._stage.outputs.pack(out)
+            # A stage on the same worker would compute with the part, and not with the input of which it has a gradient.
+            return self._stage.outputs.pack(without_parts(out))
         # Of any structure: the schedule accepts only tensors, so the loss reads it from here.
         self.output = self._precision.outputs(out)
         return (torch.zeros(1),)

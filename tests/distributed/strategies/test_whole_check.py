@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import CONTEXT, LAYOUTS, MODEL_PARALLEL, SEQUENCE, TENSOR
+from helpers.conformance.layouts import CONTEXT, LAYOUTS, MODEL_PARALLEL, SEQUENCE, TENSOR, pipeline
 from helpers.conformance.training import assert_same, make, train
 from helpers.files.golden import Golden
 from helpers.jobs import ranked_jobs as of
 from helpers.jobs import unrecorded
 from helpers.jobs.quick_jobs import TinyGPT
 from helpers.jobs.toys import Toy
+from helpers.models.rarer_tricks import logits_of_an_early_block_too
+from helpers.models.tricks import Tricky
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import Ran, run_loop
 from helpers.records.runs import in_campaign
@@ -165,6 +167,13 @@ def test_what_random_numbers_change_is_not_compared(gang: Gang, golden: Golden) 
 
 def test_a_model_that_computes_in_16_bits_inside_may_differ_by_their_rounding(gang: Gang) -> None:
     assert gang.run(notes, case_of(of.Ranked(kind=of.ScaledIn16Bits), DDP), world_size=2) == [(), ()]
+
+
+@pytest.mark.campaign
+def test_divided_logits_pass_through_a_stage_of_the_same_worker(gang: Gang) -> None:
+    options = replace(pipeline("ZBVZeroBubble", 2), tensor=2)
+    case = case_of(Tricky(trick=logits_of_an_early_block_too.__name__.replace("_", " ")), options, global_batch_size=8)
+    assert gang.run(notes, case, world_size=4) == [()] * 4
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

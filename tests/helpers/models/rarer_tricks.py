@@ -466,6 +466,21 @@ def words_read_back(model: Language) -> None:
 
 
 @change
+def logits_of_an_early_block_too(model: Language) -> None:
+    model.early = nn.Linear(WIDTH, WORDS)
+
+    def forward(words: Tensor) -> Tensor:
+        x = model.blocks[0](model.embed(words) + model.place[: words.shape[1]])
+        early = model.early(x)
+        for block in model.blocks[1:]:
+            x = block(x)
+        out: Tensor = model.head(model.norm(x)) + early
+        return out
+
+    model.forward = forward  # type: ignore[method-assign]
+
+
+@change
 def logits_in_16_bits(model: Language) -> None:
     model.at_logits = Trick(lambda self, x: x.bfloat16().to(x.dtype), 0, {}, {})
 
