@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from orchestrator.compat.generators import kept_generators
 from orchestrator.config.text import first_few
 from orchestrator.job import Job
-from orchestrator.model.batch import rows_between, split_batch, to_device
+from orchestrator.model.batch import has_row_per_sample, rows_between, split_batch, to_device
 from orchestrator.model.precision import Precision, summable
 from orchestrator.model.repeatable_passes import Passed, passed
 from orchestrator.strategies.data.datasets import check_dataset, is_stream, make_batch
+from orchestrator.strategies.data.unequal_losses import unequal
 from orchestrator.user_code.errors import error_text
 
 FEWEST, MOST = 4, 32
@@ -121,6 +122,8 @@ def warning_about_parts(
 
     def loss_of(outputs: Sequence[Any], parts: Sequence[BatchPart]) -> Tensor:
         with precision.autocast():
+            if len(parts) == 1 and division.synchronous:
+                far_apart.append(_losses_far_apart(job, outputs[0], parts[0].target, loss, rows=len(items)))
             return loss(outputs, parts)
 
     def run(number: int, seed: int, *, in_turn: bool = False, mixed: bool = False) -> Passed:
@@ -138,6 +141,7 @@ def warning_about_parts(
 
     nudged: Collection[str] = ()
     gradients: list[str] = []
+    far_apart: list[tuple[float, float] | None] = []
     with_gradients = division.synchronous and division.rows >= FEWEST // 2
     tolerance = _tolerance(precision, device, {p.dtype for p in model.parameters()})
     far = GRADIENT_TOLERANCE * tolerance
@@ -164,14 +168,47 @@ def warning_about_parts(
                 gradients = [name for name in gradients if name not in other.differing_gradients(whole, far)]
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
             return not_compared(division, " ".join(error_text(e).split())[:300])
+    losses = (float(whole.loss), float(differing[0].loss)) if differing else None
+    limited = next((f for f in far_apart if f is not None and abs(f[0] - f[1]) > far * abs(f[0])), None)
     return text_of(
         division,
         samples=len(items),
-        losses=(float(whole.loss), float(differing[0].loss)) if differing else None,
+        losses=losses,
+        far_apart=None if losses or changed or gradients else limited,
         gradients=gradients,
         changed=changed,
         parameters=bool({name for name, _ in model.named_parameters()}.intersection(changed)),
     )
+
+
+def _losses_far_apart(
+    job: Job, output: Any, target: Any, loss: LossOfParts, *, rows: int
+) -> tuple[float, float] | None:
+    """Return the loss of a batch of which one half has a small loss and the other a large one, and that of its halves.
+
+    None if the output and the target have not a row for each sample, or the losses are not finite.
+    """
+    half = rows // 2
+    if not has_row_per_sample((output, target), rows):
+        return None
+
+    def of(whole: Any, *bounds: tuple[int, int]) -> Tensor:
+        targets = [rows_between(target, *bound) for bound in bounds]
+        weights = [job.weight(part) for part in targets]
+        parts = [
+            BatchPart(inputs=None, target=part, weight=end - begin if weight is None else weight)
+            for part, weight, (begin, end) in zip(targets, weights, bounds, strict=True)
+        ]
+        return loss([rows_between(whole, *bound) for bound in bounds], parts)
+
+    try:
+        with torch.enable_grad():
+            moved = unequal(lambda whole: of(whole, (0, rows)), output, lambda tree: rows_between(tree, 0, half))
+        with torch.no_grad():
+            found = float(of(moved, (0, rows))), float(of(moved, (0, half), (half, rows)))
+    except Exception:  # the job may take other outputs than its model has, such as probabilities
+        return None
+    return found if all(map(math.isfinite, found)) else None
 
 
 def by_keys(strategy: str, **numbers: int) -> str:
@@ -194,6 +231,7 @@ def text_of(
     *,
     samples: int,
     losses: tuple[float, float] | None,
+    far_apart: tuple[float, float] | None,
     gradients: Sequence[str],
     changed: Sequence[str],
     parameters: bool,
@@ -204,11 +242,12 @@ def text_of(
         division: how the strategy divides a batch.
         samples: the number of samples that were compared.
         losses: the loss of the batch, and the mean of the losses of its halves; None if they are equal.
+        far_apart: the same for outputs of which one half has a small loss and the other a large one.
         gradients: the names of the parameters whose gradients are not the means over the halves.
         changed: the names of the tensors that forward passes leave with other values.
         parameters: whether some of these are parameters, which workers do not share as they share buffers.
     """
-    if losses is None and not changed and not gradients:
+    if losses is None and far_apart is None and not changed and not gradients:
         return None
     found, remedies = [], []
     if losses is not None:
@@ -223,6 +262,12 @@ def text_of(
             "leave out what makes a gradient depend on the other samples (nn.Embedding with scale_grad_by_freq, a hook "
             "or an autograd function that normalizes it)"
         )
+    if far_apart is not None:
+        found.append(
+            f"if one half of {samples} samples has a small loss and the other a large one, the loss of all is "
+            f"{far_apart[0]:.6g}, the mean over the halves {far_apart[1]:.6g}"
+        )
+        remedies.append("limit or bend the loss of each sample, not their mean")
     if changed:
         when = "and those of the first worker's samples are kept"
         if division.in_turn:

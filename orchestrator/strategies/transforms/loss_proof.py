@@ -11,14 +11,13 @@ from torch import Tensor
 
 from orchestrator.compat.generators import drawing
 from orchestrator.job import Job
-from orchestrator.model.batch import map_leaves, map_tensors, tensors_in
+from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.peers import Peers, in_lockstep
 from orchestrator.model.proofs.proving import TOLERANCE, difference
+from orchestrator.strategies.data.unequal_losses import gradients_of, largest_of, unequal, with_gradients
 
 IGNORED = -100
 """The label that torch's losses leave out."""
-MOVED = 30.0
-"""How far an output is moved along its gradient, which is at most one after that of a cross-entropy is scaled."""
 FEWEST_LABELS = 4
 """The number of the smallest labels, which a loss may treat in another way than others."""
 
@@ -54,24 +53,24 @@ def loss_divides(
         output = map_tensors(_random, output)
     agreed = False
     for number, (values, labels) in enumerate(_tries(job, output, target, lambda tree: cut(tree, 0))):
-        whole = _with_gradients(values)
+        whole = with_gradients(values)
         try:
             wanted = job.loss(whole, labels)
-            gradients = _gradients(wanted, whole)
+            gradients = gradients_of(wanted, whole)
         except Exception:
             if number == 0:
                 return False
             continue  # these are no labels
         if not wanted.isfinite():
             continue
-        if number == 0 and not _largest(gradients):  # a limit that is reached says nothing of others
+        if number == 0 and not largest_of(gradients):  # a limit that is reached says nothing of others
             return False
 
         def agrees(index: int, peers: Peers, tried: Any = (values, labels), wanted: Any = (wanted, gradients)) -> bool:
-            own, labels = _with_gradients(cut(tried[0], index)), tried[1]
+            own, labels = with_gradients(cut(tried[0], index)), tried[1]
             found = loss(own, labels, index, peers)
             pairs = [(found.detach(), wanted[0].detach())]
-            pairs += zip(tensors_in(_gradients(found, own)), tensors_in(cut(wanted[1], index)), strict=True)
+            pairs += zip(tensors_in(gradients_of(found, own)), tensors_in(cut(wanted[1], index)), strict=True)
             return all(difference(one, other) <= TOLERANCE for one, other in pairs)
 
         try:
@@ -87,29 +86,8 @@ def _tries(job: Job, output: Any, target: Any, first: Callable[[Any], Any]) -> I
     """Yield outputs and targets; ``first`` returns what the first rank has of an output."""
     targets = _targets(target)
     yield output, next(targets)
-    yield _unequal(job, output, target, first), target
+    yield unequal(lambda whole: job.loss(whole, target), output, first), target
     yield from ((output, labels) for labels in targets)
-
-
-def _unequal(job: Job, output: Any, target: Any, first: Callable[[Any], Any]) -> Any:
-    """Return an output that has a small loss on the first rank, and a large one on the others."""
-    whole = _with_gradients(output)
-    slopes = _gradients(job.loss(whole, target), whole)
-    largest = _largest(slopes)
-    places = map_tensors(lambda tensor: torch.arange(tensor.numel()).view(tensor.shape), output)
-    own = iter(tensors_in(first(places)))
-
-    def moved(tensor: Tensor, slope: Tensor) -> Tensor:
-        up = torch.ones(tensor.numel(), dtype=slope.dtype)
-        up[next(own).flatten()] = -1
-        return tensor + up.view(tensor.shape) * slope * (MOVED / largest) if tensor.is_floating_point() else tensor
-
-    return map_leaves(lambda t, s: moved(t, s) if isinstance(t, Tensor) else t, output, slopes) if largest else output
-
-
-def _largest(slopes: Any) -> float:
-    floats = [slope for slope in tensors_in(slopes) if slope.is_floating_point() and slope.numel()]
-    return max((float(slope.abs().max()) for slope in floats), default=0.0)
 
 
 def _targets(target: Any) -> Iterator[Any]:
@@ -133,19 +111,3 @@ def _random(fake: Tensor) -> Tensor:
     if fake.is_floating_point():
         return torch.randn(fake.shape, dtype=torch.float64)
     return torch.zeros(fake.shape, dtype=fake.dtype)
-
-
-def _with_gradients(tree: Any) -> Any:
-    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), tree)
-
-
-def _gradients(loss: Tensor, tree: Any) -> Any:
-    """Return the gradient of each tensor of a tree of :func:`_with_gradients`."""
-
-    def of(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        (gradient,) = torch.autograd.grad(loss, tensor, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(tensor) if gradient is None else gradient
-
-    return map_tensors(of, tree)

@@ -125,6 +125,18 @@ class_weighted = partial(F.cross_entropy, weight=CLASS_WEIGHTS)
 ignoring = partial(F.cross_entropy, ignore_index=0)
 
 
+def limited(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target).clamp(max=5.0)
+
+
+def each_limited(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="none").clamp(max=5.0).mean()
+
+
+def of_probabilities(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy(output.softmax(1), nn.functional.one_hot(target, 4).float())
+
+
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
     """Each sample is to be nearest to itself among all of the batch."""
     unit = F.normalize(output, dim=1)
@@ -146,6 +158,7 @@ class OfBatches(Toy):
 
 
 LOSS, GRADIENT = "the mean over their halves", "the gradient of 0.weight, 0.bias is not"
+FAR_APART = "has a small loss and the other a large one"
 DEPEND: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...]]] = {
     "own batch norm": (OfBatches(middle=OwnBatchNorm), (LOSS, "1.mean"), (LOSS, "1.mean")),
     "codebook": (OfBatches(middle=Codebook), ("1.codes",), (LOSS, "1.codes")),
@@ -153,6 +166,7 @@ DEPEND: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...]]] = {
     "sum": (OfBatches(loss_of=summed), (LOSS, "return a mean"), (LOSS, "return a mean")),
     "class weights": (OfBatches(loss_of=class_weighted), (LOSS, "Job.weight"), (LOSS, "Job.weight")),
     "ignored labels": (OfBatches(loss_of=ignoring), (LOSS, "Job.weight"), (LOSS, "Job.weight")),
+    "limited mean": (OfBatches(loss_of=limited), (FAR_APART, "not their mean"), (FAR_APART, "not their mean")),
     "contrastive": (OfBatches(loss_of=contrastive), (LOSS, "gather_batch"), (LOSS, "gather_batch")),
     "gradient norm": (OfBatches(middle=GradientNorm), (GRADIENT, "scale_grad_by_freq"), (GRADIENT,)),
     "spectral norm": (OfBatches(middle=spectral), (), ("0._u", "once for each part")),
@@ -163,6 +177,8 @@ difference."""
 
 EQUAL: dict[str, Job] = {
     "plain": OfBatches(),
+    "losses that are limited": OfBatches(loss_of=each_limited),
+    "probabilities": OfBatches(loss_of=of_probabilities),
     "dropout": OfBatches(middle=nn.Dropout),
     "random numbers": OfBatches(middle=RandomDepth),
     "Python's random numbers": OfBatches(middle=PythonsRandom),
