@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.recorded_config import why_no_checkpoint
+from orchestrator.config.recorded_config import why_no_best, why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.driver.preflight.child_checks import continuation_errors
@@ -206,7 +206,7 @@ def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointEr
             raise ValueError(why_no_checkpoint(run_dir.config_file))
         best = store.best()
         if best is None:
-            raise ValueError("the run was trained without checkpoint.best; name another checkpoint, or only the run")
+            raise ValueError(f"{why_no_best(run_dir.read_record())}; name another checkpoint, or only the run")
         return path_of(run_dir.checkpoints, best.step).name
 
     try:
