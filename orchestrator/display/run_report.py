@@ -178,9 +178,7 @@ def _checkpoint(saved: Mapping[str, Any], place: Callable[[Mapping[str, Any]], s
     return f"step {saved.get('step')}, {size(float(saved.get('size_bytes', 0)))}: {place(saved)}"
 
 
-def _best(
-    best: Any, events: Sequence[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], str]
-) -> Iterator[str]:
+def _best(best: Any, events: Sequence[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], str]) -> Iterator[str]:
     """The best evaluation by ``checkpoint.best``, and its checkpoint."""
     if not isinstance(best, Mapping) or not isinstance(best.get("value"), (int, float)):
         return

@@ -114,9 +114,11 @@ def other_fields(
     if not fields:
         return None
     typed = _typed_before(run_dir.read_record())
-    to_add = " ".join(format_override(k, before[k]) for k in fields)
-    remedy = _remedy(run_dir, typed, words, key=key, to_add=to_add, kept=fields)
-    differ = ", ".join(f"{k} was {before[k]}, is {value}" for k, value in fields.items())
+    to_add = [format_override(k, before[k]) for k in fields]
+    if typed and fields.keys().isdisjoint(values(typed)):  # the defaults of the class have changed, maybe
+        typed += to_add
+    remedy = _remedy(run_dir, typed, words, key=key, to_add=" ".join(to_add), kept=fields)
+    differ = "; ".join(f"{k} was {before[k]}, is {value}" for k, value in fields.items())
     return f"{key}={getattr(config, key)}: the job of {run_dir.location} differs: {differ}; {remedy}"
 
 

@@ -97,10 +97,9 @@ def find_resume(
                 f"start_from={config.resume}, and leave out resume"
             )
         if config.resume == "auto":
-            run_dir = _unfinished_run(config, warnings, set() if seen is None else seen, any_run=runs_script)
+            looked_at = set() if seen is None else seen
+            run_dir = _unfinished_run(config, warnings, looked_at, any_run=runs_script, words=words)
             if run_dir is None:
-                if words is not None and not chooses_job(words) and config.name is None:
-                    _refuse_if_others_wait(config, words, any_run=runs_script)
                 return None
         else:
             run_dir = named_run(config, config.resume, key="resume", warnings=warnings)
@@ -142,7 +141,8 @@ def find_resume(
     if job is not None:
         config = replace(config, train=train)
         warnings.extend(_changes(job, before, params_of(recorded_config(config, job, redactor))))
-        warnings.extend(_best_so_far(config, CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)))
+        with _named(f"resume={config.resume}"):
+            warnings.extend(_best_so_far(config, CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
 
 
@@ -305,13 +305,18 @@ def _refuse_if_others_wait(config: Config, words: Sequence[str], *, any_run: boo
         return
 
 
-def _unfinished_run(config: Config, warnings: list[str], seen: set[str], *, any_run: bool) -> RunDir | None:
+def _unfinished_run(
+    config: Config, warnings: list[str], seen: set[str], *, any_run: bool, words: Sequence[str] | None
+) -> RunDir | None:
     """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
 
-    ``any_run``: whether it needs no checkpoint.
+    Args:
+        any_run: whether it needs no checkpoint.
+        words: as of :func:`find_resume`.
 
     Raises:
-        ConfigError: that run, or a newer one, is still running.
+        ConfigError: that run, or a newer one, is still running; or the words choose no job, and a run of another one
+            can be meant.
     """
     without: list[str] = []
     for run_dir in _unfinished_runs(config, warnings, seen):
@@ -323,6 +328,8 @@ def _unfinished_run(config: Config, warnings: list[str], seen: set[str], *, any_
     if without:
         warnings.append(f"resume=auto: {without[0]} has no checkpoint yet; this is a new run")
     else:
+        if words is not None and not chooses_job(words) and config.name is None:
+            _refuse_if_others_wait(config, words, any_run=any_run)
         warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
     return None
 
@@ -374,9 +381,7 @@ def _changes(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     changed = [f"{key} was {before[key]} before; it is {now[key]} from now on" for key in differ if key not in fields]
     if fields:
         told = ", and ".join(f"{key} was {before[key]} before and is {now[key]} now" for key in fields)
-        changed.append(
-            f"{told}; the optimizer keeps its settings from the checkpoint, including the learning rate"
-        )
+        changed.append(f"{told}; the optimizer keeps its settings from the checkpoint, including the learning rate")
     steps = before.get(STEPS, now[STEPS])
     if steps != now[STEPS] and type(job).scheduler is not Job.scheduler:
         changed.append(f"{STEPS} was {steps} before; the learning rate follows a schedule of {now[STEPS]} from now on")

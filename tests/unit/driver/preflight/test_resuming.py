@@ -423,8 +423,13 @@ def test_the_fields_by_which_a_model_differs_are_one_error_with_the_command(tmp_
     run.update_record(params={"job.hidden": 4, "job.lr": 0.5, "seed": 3})
     job = Digits(hidden=5)
     for command, key, words in (
-        ("python -m orchestrator.launch job=digits job.hidden=4 train.steps=9 resume=auto", "resume", ["train.steps=20"]),
+        (
+            "python -m orchestrator.launch job=digits job.hidden=4 train.steps=9 resume=auto",
+            "resume",
+            ["train.steps=20"],
+        ),
         ("python -m orchestrator.launch job=digits job.hidden=4 job.lr=0.5", "resume", ["job=digits", "job.hidden=5"]),
+        ("python -m orchestrator.launch job=digits", "resume", ["job=digits", "seed=3"]),
         ("orchestrator.run(Digits(hidden=4))", "resume", []),
         ("python -m orchestrator.launch job=digits job.hidden=4", "start_from", []),
     ):
@@ -459,6 +464,9 @@ def test_auto_without_a_job_begins_nothing_beside_the_unfinished_run_of_another_
     an_earlier_run(tmp_path, name="another-of-digits").config_file.write_text("job:\n  _target_: jobs.digits.Digits\n")
     other.update_record(state="killed")
     assert auto() == new, "the newest unfinished run is of the same job"
+    own = an_earlier_run(tmp_path, steps=())
+    an_earlier_run(tmp_path, name="more-blobs").config_file.write_text(other.config_file.read_text())
+    assert auto() == [f"resume=auto: {own.path} has no checkpoint yet; this is a new run"]
 
 
 def test_a_run_that_is_resumed_keeps_its_name(tmp_path: Path, golden: Golden) -> None:
