@@ -198,9 +198,9 @@ def _continued(
     """
     if found and (error := other_job(config, run_dir, key=name, words=words)) is not None:
         raise ConfigError([error])
-    if any(error.startswith(OTHER_MODEL) for error in found):
-        if (error := other_fields(config, run_dir, before, now, key=name, words=words)) is not None:
-            raise ConfigError([error])
+    is_other_model = any(error.startswith(OTHER_MODEL) for error in found)
+    if is_other_model and (error := other_fields(config, run_dir, before, now, key=name, words=words)) is not None:
+        raise ConfigError([error])
     return [f"{name}={getattr(config, name)}: {error}" for error in found]
 
 
@@ -369,8 +369,8 @@ def _best_so_far(config: Config, store: CheckpointStore) -> Iterator[str]:
     direction = "" if best.metric.endswith("loss") and best.direction == "minimize" else best.direction
     key = f"checkpoint.best={best.metric}" + (f" checkpoint.best_direction={direction}" if direction else "")
     yield (
-        f"the best checkpoint so far, by {best.metric}, is that of step {best.step}; it is kept, but no longer updated; "
-        f"add {key} to continue"
+        f"the best checkpoint so far, by {best.metric}, is that of step {best.step}; it is kept, but no longer "
+        f"updated; add {key} to continue"
     )
 
 

@@ -424,7 +424,7 @@ def test_the_fields_by_which_a_model_differs_are_one_error_with_the_command(tmp_
     job = Digits(hidden=5)
     for command, key, words in (
         (
-            "python -m orchestrator.launch job=digits job.hidden=4 train.steps=9 resume=auto",
+            "orchestrator job=digits job.hidden=4 train.steps=9 resume=auto",
             "resume",
             ["train.steps=20"],
         ),
