@@ -461,7 +461,7 @@ def test_auto_without_a_job_begins_nothing_beside_the_unfinished_run_of_another_
     assert auto() == new, "what is running is not to be resumed"
     other.update_record(driver=NOBODY, state="finished")
     assert auto() == new
-    an_earlier_run(tmp_path, name="another-of-digits").config_file.write_text("job:\n  _target_: jobs.digits.Digits\n")
+    an_earlier_run(tmp_path, name="z-digits").config_file.write_text("job:\n  _target_: jobs.digits.Digits\n")
     other.update_record(state="killed")
     assert auto() == new, "the newest unfinished run is of the same job"
     own = an_earlier_run(tmp_path, steps=())
