@@ -13,8 +13,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import ModuleType
 
+from orchestrator.config.synonyms import instead
 from orchestrator.config.text import did_you_mean
 from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
 from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
@@ -72,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and _may_be_verb(words[0]):
             verb, *arguments = words
         if verb not in VERBS:
-            hint = f"{did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
+            key = None if get_close_matches(verb, VERBS) else instead(verb)
+            hint = f"{key or did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
             print(f"orchestrator {verb}: unknown verb; {hint}", file=sys.stderr)
             return BAD_INPUT
         return int(_module(verb).main(arguments))

@@ -60,6 +60,14 @@ def why_no_checkpoint(config_file: Path) -> str:
     return "it has no checkpoint" + (f", because it evaluated {evaluated}; name that run" if evaluated else "")
 
 
+def why_no_best(record: Mapping[str, Any]) -> str:
+    """Return why a run has no checkpoint of its best evaluation, of its ``record``."""
+    best = record.get("best")
+    if not isinstance(best, Mapping):
+        return "the run was trained without checkpoint.best"
+    return f"the checkpoint of its best evaluation, {best.get('metric')} at step {best.get('step')}, is no longer there"
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the configuration as nested plain values, with the job's class under ``_target_`` as in the files."""
     data = plain(dataclasses.asdict(config, dict_factory=_with_lists))

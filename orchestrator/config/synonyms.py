@@ -35,6 +35,7 @@ NAMES = {
     "checkpoint.keep": "save_total_limit save_top_k keep_latest_k num_to_keep",
     "checkpoint.best": "monitor metric_for_best_model load_best_model_at_end best_metric",
     "resume=auto": "resume_from_checkpoint ckpt_path resume_from auto_resume",
+    "resume=last, or resume=<run>": "resume continue restart resume_run resume_training resume_last continue_from",
     "start_from=<run>": "init_from load_from pretrained_checkpoint initial_load_path",
     "strategy.num_workers": (
         "devices device_count num_gpus n_gpus gpus ngpus nproc_per_node num_processes world_size nproc "

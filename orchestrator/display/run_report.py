@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import posixpath
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
     end = _end(record, summary, events)
     checkpoint = next((event for event in reversed(events) if event.get("event") == "checkpoint_saved"), None)
     runs_script = record.get("strategy") == _SCRIPT
+    place = functools.partial(_place, run_dir, _kept(run_dir) if checkpoint is not None else None)
     has_saved = checkpoint is not None or (runs_script and _has_files(run_dir.script_checkpoints))
     sections: dict[str, Iterable[str]] = {
         "run": [str(record.get("name", run_dir.path.name))],
@@ -52,8 +55,8 @@ def run_report(run_dir: RunDir, record: Mapping[str, Any], *, state: str, now: f
         "result": _result(end, told_steps=not runs_script),
         "speed": _speed(end, began="the script began" if runs_script else "first step"),
         "healing": _healing(events, summary, besides=end.reason),
-        "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint)],
-        "best": _best(record.get("best"), events),
+        "checkpoint": [] if checkpoint is None else [_checkpoint(checkpoint, place)],
+        "best": _best(record.get("best"), events, place),
         "files": [run_dir.location, *_files(run_dir)],
         "MLflow": _tracking(run_dir, record),
         "next": _next_commands(
@@ -155,17 +158,34 @@ def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *,
         yield f"{effective_pct:.0f}% of the time was training"
 
 
-def _checkpoint(saved: Mapping[str, Any]) -> str:
-    return f"step {saved.get('step')}, {size(float(saved.get('size_bytes', 0)))}: {saved.get('path')}"
+def _kept(run_dir: RunDir) -> Collection[str] | None:
+    """Return the names of the checkpoints that are there; None if the store does not answer."""
+    if (remote := run_dir.remote_checkpoints) is None:
+        return [path.name for path in run_dir.checkpoints.glob("*")]
+    try:
+        return [entry.name for entry in remote.list()]
+    except OSError:
+        return None
 
 
-def _best(best: Any, events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _place(run_dir: RunDir, kept: Collection[str] | None, saved: Mapping[str, Any]) -> str:
+    """Return where a checkpoint is that was ``saved``, or that it is no longer there."""
+    name = posixpath.basename(str(saved.get("path")))
+    return run_dir.location_of(run_dir.checkpoints / name) if kept is None or name in kept else "no longer there"
+
+
+def _checkpoint(saved: Mapping[str, Any], place: Callable[[Mapping[str, Any]], str]) -> str:
+    return f"step {saved.get('step')}, {size(float(saved.get('size_bytes', 0)))}: {place(saved)}"
+
+
+def _best(best: Any, events: Sequence[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], str]) -> Iterator[str]:
     """The best evaluation by ``checkpoint.best``, and its checkpoint."""
     if not isinstance(best, Mapping) or not isinstance(best.get("value"), (int, float)):
         return
     step, of_step = best.get("step"), [event for event in events if event.get("event") == "checkpoint_saved"]
-    path = next((event.get("path") for event in reversed(of_step) if event.get("step") == step), None)
-    yield f"{best.get('metric')} {number(best['value'])} at step {step}: {path or 'its checkpoint was not saved'}"
+    saved = next((event for event in reversed(of_step) if event.get("step") == step), None)
+    where = "its checkpoint was not saved" if saved is None else place(saved)
+    yield f"{best.get('metric')} {number(best['value'])} at step {step}: {where}"
 
 
 def _files(run_dir: RunDir) -> Iterator[str]:

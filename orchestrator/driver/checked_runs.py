@@ -165,7 +165,8 @@ def this_machine() -> Node:
 
 def with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:
     """Return the overrides of a run with ``strategy=auto`` that has made its choice; it keeps its name."""
-    name = () if config.name is not None else (f"name={quote_text(config.run_name)}",)
+    found = config.name is None and config.resume not in ("never", "auto")  # by another name than its own, maybe
+    name = () if found or "name" in values(overrides) else (f"name={quote_text(config.run_name)}",)
     return (*with_strategy(overrides, chosen), *name)
 
 
@@ -224,7 +225,9 @@ def _check(
     seen: set[str] = set()
     tried = None if config.debug else job  # in child processes, where nothing can be debugged
     with collect_errors(errors):
-        resume = find_resume(config, tried, warnings=warnings, redactor=redactor, seen=seen)
+        resume = find_resume(config, tried, warnings=warnings, redactor=redactor, seen=seen, words=typed)
+    if resume is not None and (kept := resume.run_dir.read_record().get("name")) is not None:
+        config = replace(config, name=str(kept))
     if resume is not None and config.strategy.name == AUTO:
         if (chosen := chosen_before(resume.run_dir)) is None:
             errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
@@ -234,7 +237,7 @@ def _check(
         config = replace(config, train=resume.train)
     else:
         with collect_errors(errors):
-            source = find_source(config, tried, warnings=warnings, redactor=redactor)
+            source = find_source(config, tried, warnings=warnings, redactor=redactor, words=typed)
     if registry.load(config.strategy.name).runs_script:  # neither of which anything here knows
         config = replace(config, tracking=replace(config.tracking, log_model=False, log_dataset=False))
     if source is not None and config.evaluate is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.compose import recorded_data
-from orchestrator.config.recorded_config import why_no_checkpoint
+from orchestrator.config.recorded_config import why_no_best, why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.exporting.comparison import Comparison, compare
 from orchestrator.exporting.recorded import job_to_export
@@ -129,7 +129,7 @@ def _checkpoint(store: CheckpointStore, names: Sequence[str], run_dir: RunDir, *
         return names[-1]
     evaluation = store.best()
     if evaluation is None:
-        raise ValueError("--best: the run was trained without checkpoint.best; leave it out for the newest checkpoint")
+        raise ValueError(f"--best: {why_no_best(run_dir.read_record())}; leave it out for the newest checkpoint")
     return path_of(run_dir.checkpoints, evaluation.step).name
 
 

@@ -35,6 +35,11 @@ class BestSoFar:
     last_value: float | None = None
 
     @property
+    def followed(self) -> tuple[str, str]:
+        """The metric, and which of its values are better."""
+        return self.metric, self.direction
+
+    @property
     def of_average(self) -> bool:
         """Whether ``metric`` is one of the moving average of the weights, of ``train.ema_decay``."""
         return self.metric.partition("/")[2].startswith("ema_")
@@ -70,11 +75,13 @@ class BestSoFar:
     def among(self, steps: Collection[int], at: Callable[[int], BestSoFar | None]) -> BestSoFar:
         """Return this with the best evaluation of those after ``steps``; with none if none of them is known.
 
+        With no value yet, it is the best one that an earlier part of the run has saved.
+
         Args:
             steps: those of which there is a checkpoint.
             at: returns what the checkpoint of a step has of this kind; called only if that of ``step`` is not there.
         """
-        if self.step in steps or self.value is None:
+        if self.step in steps and self.value is not None:
             return self
         found = [(value, step) for step in steps if (value := self._value_at(step, at(step))) is not None]
         sign = 1 if self.direction == "minimize" else -1
@@ -95,7 +102,7 @@ class BestSoFar:
 
     def _value_at(self, step: int, seen: BestSoFar | None) -> float | None:
         """Return the value of the evaluation after ``step``, at which this was ``seen``; None if it is not known."""
-        if seen is None or (seen.metric, seen.direction) != (self.metric, self.direction):
+        if seen is None or seen.followed != self.followed:
             return None
         if seen.step == step:
             return seen.value
@@ -103,3 +110,16 @@ class BestSoFar:
 
     def _gain(self, before: float, value: float) -> float:
         return before - value if self.direction == "minimize" else value - before
+
+
+def best_steps(bests: Mapping[int, BestSoFar | None], newest: BestSoFar | None = None) -> set[int]:
+    """Return the steps of the best checkpoints, one for each metric that any part of the run has followed.
+
+    Args:
+        bests: what the checkpoint of each step says of the best evaluation up to it.
+        newest: the best evaluation so far, if a checkpoint that is not among them says so.
+    """
+    followed = {best.followed: best for _, best in sorted(bests.items()) if best is not None}
+    if newest is not None:
+        followed[newest.followed] = newest
+    return {best.among(bests, bests.get).step for best in followed.values()}

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from orchestrator.state import tensor_file
-from orchestrator.state.best import BestSoFar
+from orchestrator.state.best import BestSoFar, best_steps
 from orchestrator.state.fence import Fence, check_fence
 from orchestrator.state.manifest import (
     CHUNK_BYTES,
@@ -269,11 +269,11 @@ def complete_manifests(root: Path) -> dict[int, dict[str, Any]]:
 
 
 def superfluous(
-    found: Collection[int], complete: Collection[int], keep: int, *, saved_step: int, best_step: int | None
+    found: Collection[int], complete: Collection[int], keep: int, *, saved_step: int, best_steps: Collection[int]
 ) -> set[int]:
     """Return the steps of the checkpoints to remove: all but the newest ``keep`` complete ones, and incomplete ones.
 
-    That of ``best_step`` is kept besides. Those of steps after ``saved_step``, which was saved just now, are removed
+    Those of ``best_steps`` are kept besides. Those of steps after ``saved_step``, which was saved just now, are removed
     too: the run has gone back to an older one, because they are damaged, and repeats these steps.
 
     Args:
@@ -281,25 +281,23 @@ def superfluous(
         complete: the steps of those that can be loaded.
         keep: at least 1.
         saved_step: the step that was saved just now.
-        best_step: of the best evaluation of which there is a complete checkpoint; None if there is none.
+        best_steps: of the best evaluations of which there are complete checkpoints.
     """
     assert keep >= 1
     newest = sorted(step for step in complete if step <= saved_step)[-keep:]
     oldest = newest[0] if len(newest) == keep else 0
-    return {step for step in found if not oldest <= step <= saved_step and step != best_step}
+    return {step for step in found if not oldest <= step <= saved_step and step not in best_steps}
 
 
 def prune(root: Path, keep: int, *, saved_step: int, best: BestSoFar | None = None) -> None:
     """Remove the :func:`superfluous` checkpoints, and the temporary directories of dead writers.
 
     ``best``: the best evaluation so far. If there is no checkpoint of it, the best one that there is takes its place.
+    The best by other metrics, which earlier parts of the run have followed, is kept too.
     """
     paths, manifests = {step_of(path.name): path for path in list_checkpoints(root)}, complete_manifests(root)
-    if best is not None:
-        earlier = [step for step in manifests if step <= saved_step]
-        best = best.among(earlier, lambda step: BestSoFar.from_meta(manifests[step]["meta"]))
-    best_step = None if best is None else best.step
-    for step in superfluous(paths, manifests, keep, saved_step=saved_step, best_step=best_step):
+    bests = {step: BestSoFar.from_meta(found["meta"]) for step, found in manifests.items() if step <= saved_step}
+    for step in superfluous(paths, manifests, keep, saved_step=saved_step, best_steps=best_steps(bests, best)):
         # Hide the directory first, so that no reader finds half of it.
         hidden = root / f".{paths[step].name}.{socket.gethostname()}.{os.getpid()}"
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from orchestrator.state.best import BestSoFar
+from orchestrator.state.best import BestSoFar, best_steps
 from orchestrator.state.checkpoint import (
     STEP,
     complete_manifests,
@@ -250,10 +250,8 @@ class CheckpointStore:
             return
         names = {step_of(entry.name): entry.name for entry in self._remote.list() if STEP.fullmatch(entry.name)}
         complete = [step for step, name in names.items() if self._is_complete(self._remote, name)]
-        if best is not None:
-            best = best.among([step for step in complete if step <= saved_step], self._best_at)
-        best_step = None if best is None else best.step
-        for step in superfluous(names, complete, keep, saved_step=saved_step, best_step=best_step):
+        bests = {step: self._best_at(step) for step in complete if step <= saved_step}
+        for step in superfluous(names, complete, keep, saved_step=saved_step, best_steps=best_steps(bests, best)):
             self._remote.delete(f"{names[step]}/{MANIFEST}")  # first, so that no reader finds half a checkpoint
             self._remote.delete_directory(names[step])
 
@@ -267,7 +265,10 @@ class CheckpointStore:
         return best if found is None or found.value is None else found
 
     def best_saved(self, best: BestSoFar) -> BestSoFar:
-        """Return ``best``, the best evaluation so far, or the best of which there is a checkpoint; step 0 if none."""
+        """Return ``best``, the best evaluation so far, or the best of which there is a checkpoint; step 0 if none.
+
+        Without a value, it is what an earlier part of the run has saved as the best of this metric.
+        """
         return best.among(self._complete(), self._best_at)
 
     def _complete(self) -> Sequence[int]:

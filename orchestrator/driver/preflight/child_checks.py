@@ -44,6 +44,8 @@ from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
 
 T = TypeVar("T")
+OTHER_MODEL = "of another model: "
+"""The beginning of the errors of a checkpoint whose parameters are not those of the job."""
 
 
 def check_job(
@@ -166,7 +168,7 @@ def _model_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str,
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     further = further_entries(model)
     saved = {name: t for name, t in outline(state.model).items() if name not in further}
-    errors = [f"of another model: {line}" for line in mismatches(shapes, saved)]
+    errors = [f"{OTHER_MODEL}{line}" for line in mismatches(shapes, saved)]
     made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)
     if optimizer != meta["optimizer"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from orchestrator.config.build import ConfigError, collect_errors
@@ -16,8 +15,6 @@ from orchestrator.strategies import registry
 
 _SCRIPT = "orchestrator.strategies.external.job.Script"
 _NO_RUN = (None, "never", "auto")
-_CHOOSES_JOB = re.compile(r"\+*(job|experiment)\b|-")
-"""The beginning of a word that chooses a job, or files that may do so."""
 
 
 def refuse_early(runs: Sequence[Sequence[str]], redactor: Redactor, *, starts_here: bool) -> None:
@@ -59,7 +56,7 @@ def _job_errors(spec: JobSpec, redactor: Redactor) -> list[str]:
 def _missing_here(config: Config, words: Sequence[str], *, brings_code: bool) -> Iterator[str]:
     """Yield what is wrong with the places of the results, and the runs that are not there; no store is asked."""
     # Imported here because a wrong key needs none of it, and is answered in half the time.
-    from orchestrator.driver.preflight.named_runs import named_run, other_job
+    from orchestrator.driver.preflight.named_runs import chooses_job, named_run, other_job
     from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors
     from orchestrator.driver.process.origin import left_run
     from orchestrator.records.run_dir import split_checkpoint
@@ -75,6 +72,6 @@ def _missing_here(config: Config, words: Sequence[str], *, brings_code: bool) ->
             errors: list[str] = []
             with collect_errors(errors):
                 run_dir = named_run(config, split_checkpoint(text)[0], key=key, warnings=[])
-                if not any(map(_CHOOSES_JOB.match, words)):
+                if not chooses_job(words):
                     errors += filter(None, [other_job(config, run_dir, key=key, words=words)])
             yield from errors

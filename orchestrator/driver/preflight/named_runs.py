@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import values
 from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.schema import Config
-from orchestrator.config.text import did_you_mean, path_override
+from orchestrator.config.text import did_you_mean, format_override, path_override
 from orchestrator.driver.preflight.run_config import output_dir
 from orchestrator.records.output_dir import OutputDir, name_of, split_run
 from orchestrator.records.run_dir import RunDir
@@ -31,6 +32,8 @@ _MEANT = {
     "evaluate": {**dict.fromkeys(("auto", "true"), _NEWEST), "best": _BEST},
 }
 """What to say of words that other launchers take, if no run is named so."""
+_CHOOSES_JOB = re.compile(r"\+*(job|experiment)\b|-")
+"""The beginning of a word that chooses a job, or files that may do so."""
 _CALL = "orchestrator.run("
 """The beginning of the command of a run that a program has started."""
 
@@ -67,6 +70,11 @@ def named_run(config: Config, text: str, *, key: str, warnings: list[str]) -> Ru
     raise ConfigError([f"{key}={text}: no run directory there; {known} (looked for {looked})"])
 
 
+def chooses_job(words: Sequence[str]) -> bool:
+    """Return whether any of the words that the user has typed chooses a job, or files that may do so."""
+    return any(map(_CHOOSES_JOB.match, words))
+
+
 def other_job(config: Config, run_dir: RunDir, *, key: str, words: Sequence[str] = ()) -> str | None:
     """Return an error if the run that ``key`` names has trained another job than ``config`` has; None otherwise.
 
@@ -79,19 +87,65 @@ def other_job(config: Config, run_dir: RunDir, *, key: str, words: Sequence[str]
         return None
     if config.job is None or recorded.target == config.job.target:
         return None
-    command = str(record.get("command") or "")
-    before = [] if command.startswith(_CALL) else shlex.split(command)
-    if key == "evaluate":
-        remedy = f"`orchestrator evaluate {shlex.quote(run_dir.location)}` evaluates it with its own job"
-    elif key == "start_from" or not before:
-        named = next((word for word in before if word.startswith("job=")), f"job={recorded.target}")
-        remedy = f"add {named}, and the fields that it was given"
-    else:
-        kept = _without(before, {"resume", *values(words)} - {"job"})
-        added = [word for word in words if word.partition("=")[0] not in ("resume", "job")]
-        remedy = f"to resume it: {shlex.join([*kept, *added, path_override('resume', run_dir.location)])}"
+    before = _typed_before(record)
+    named = next((word for word in before if word.startswith("job=")), f"job={recorded.target}")
+    remedy = _remedy(run_dir, before, words, key=key, to_add=f"{named}, and the fields that it was given", kept={"job"})
     jobs = f"{run_dir.location} has trained {recorded.target}, not {config.job.target}"
     return f"{key}={getattr(config, key)}: {jobs}; {remedy}"
+
+
+def other_fields(
+    config: Config,
+    run_dir: RunDir,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    key: str,
+    words: Sequence[str] = (),
+) -> str | None:
+    """Return which fields of the job differ from those of the run that ``key`` names; None if none do.
+
+    Args:
+        before: the parameters of the run, of which those of its job begin with ``job.``.
+        now: those of ``config``.
+        words: as of :func:`other_job`.
+    """
+    fields = {k: value for k, value in now.items() if k.startswith("job.") and k in before and before[k] != value}
+    if not fields:
+        return None
+    typed = _typed_before(run_dir.read_record())
+    to_add = [format_override(k, before[k]) for k in fields]
+    if typed and fields.keys().isdisjoint(values(typed)):  # the defaults of the class have changed, maybe
+        typed += to_add
+    remedy = _remedy(run_dir, typed, words, key=key, to_add=" ".join(to_add), kept=fields)
+    differ = "; ".join(f"{k} was {before[k]}, is {value}" for k, value in fields.items())
+    return f"{key}={getattr(config, key)}: the job of {run_dir.location} differs: {differ}; {remedy}"
+
+
+def _typed_before(record: Mapping[str, Any]) -> list[str]:
+    """Return the words of the command of a run; empty if a program has started it."""
+    command = str(record.get("command") or "")
+    return [] if command.startswith(_CALL) else shlex.split(command)
+
+
+def _remedy(
+    run_dir: RunDir, before: Sequence[str], words: Sequence[str], *, key: str, to_add: str, kept: Collection[str]
+) -> str:
+    """Return what to type so that the job is that of the run.
+
+    Args:
+        before: the words of the command of the run.
+        words: those that the user has typed now.
+        to_add: what makes another command right.
+        kept: the keys whose values are those of before.
+    """
+    if key == "evaluate":
+        return f"`orchestrator evaluate {shlex.quote(run_dir.location)}` evaluates it with its own job"
+    if key == "start_from" or not before:
+        return f"add {to_add}"
+    own = _without(before, {"resume", *values(words)} - set(kept))
+    added = _without(words, {"resume", *kept})
+    return f"to resume it: {shlex.join([*own, *added, path_override('resume', run_dir.location)])}"
 
 
 def _without(words: Sequence[str], keys: Collection[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.build import ConfigError
-from orchestrator.config.recorded_config import why_no_checkpoint
+from orchestrator.config.recorded_config import why_no_best, why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
-from orchestrator.driver.preflight.child_checks import continuation_errors
-from orchestrator.driver.preflight.named_runs import named_run, other_job, readable
+from orchestrator.config.text import path_override
+from orchestrator.driver.preflight.child_checks import OTHER_MODEL, continuation_errors
+from orchestrator.driver.preflight.named_runs import chooses_job, named_run, other_fields, other_job, readable
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config
 from orchestrator.driver.process.origin import left_run
 from orchestrator.job import Job
@@ -31,6 +33,8 @@ from orchestrator.strategies import registry
 
 PRECISION = "train.precision"
 STEPS = "train.steps"
+_OTHERS = 20
+"""So many of the newest runs are read to find the one that ``resume=auto`` may mean without ``job``."""
 _SHAPES_CURVE = re.compile(
     r"seed|job\..*|train\.(global_batch_size|limit_batches|clip_norm|clip_value|precision|on_nonfinite)"
 )
@@ -55,7 +59,13 @@ class Resume:
 
 
 def find_resume(
-    config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor, seen: set[str] | None = None
+    config: Config,
+    job: Job | None,
+    *,
+    warnings: list[str],
+    redactor: Redactor,
+    seen: set[str] | None = None,
+    words: Sequence[str] | None = None,
 ) -> Resume | None:
     """Find the run that ``resume`` asks for, or the one that the driver before this one has left.
 
@@ -65,6 +75,7 @@ def find_resume(
         warnings: receives what the user should know, such as damaged checkpoints and changed settings.
         redactor: masks secrets in settings, as it did in the record of the run.
         seen: receives the names of the directories of the runs that ``resume=auto`` has looked at.
+        words: what the user has typed, if it is known.
 
     Returns:
         None to start a new run.
@@ -86,7 +97,8 @@ def find_resume(
                 f"start_from={config.resume}, and leave out resume"
             )
         if config.resume == "auto":
-            run_dir = _unfinished_run(config, warnings, set() if seen is None else seen, any_run=runs_script)
+            looked_at = set() if seen is None else seen
+            run_dir = _unfinished_run(config, warnings, looked_at, any_run=runs_script, words=words)
             if run_dir is None:
                 return None
         else:
@@ -94,6 +106,7 @@ def find_resume(
             if config.resume == NEWEST:
                 config = replace(config, resume=run_dir.location)  # errors name the run
         _refuse_if_running(config, run_dir)
+        _refuse_another_name(config, run_dir)
         driver = run_dir.read_driver()
         if runs_script:
             fetch(run_dir)
@@ -112,7 +125,9 @@ def find_resume(
     step = int(manifest["step"])
     meta = manifest["meta"]
     found = [] if job is None else continuation_errors(config, job, checkpoint, meta, is_own=True)
-    errors = _continued(config, run_dir, "resume", found)
+    before = _settings(run_dir)
+    now = {} if job is None else params_of(recorded_config(config, job, redactor))
+    errors = _continued(config, run_dir, "resume", found, before, now, words or ())
     # A driver that died after the last step has left a run that only lacks its end.
     is_finished = run_dir.read_record().get("state") == "finished"
     if step > config.train.steps or (step == config.train.steps and is_finished):
@@ -122,15 +137,18 @@ def find_resume(
         errors.append(f"{ended}: the run to resume has ended early at step {step}; raise train.stop_after")
     if errors:
         raise ConfigError(errors)
-    before = _settings(run_dir)
     train = _in_precision(config, before.get(PRECISION), warnings)
     if job is not None:
         config = replace(config, train=train)
         warnings.extend(_changes(job, before, params_of(recorded_config(config, job, redactor))))
+        with _named(f"resume={config.resume}"):
+            warnings.extend(_best_so_far(config, CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints)))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver=driver, train=train)
 
 
-def find_source(config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor) -> Resume | None:
+def find_source(
+    config: Config, job: Job | None, *, warnings: list[str], redactor: Redactor, words: Sequence[str] = ()
+) -> Resume | None:
     """Find the checkpoint that ``evaluate`` or ``start_from`` names, for a new run; None if both are null.
 
     Arguments and errors as of :func:`find_resume`.
@@ -150,7 +168,8 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     manifest = read_manifest(checkpoint)
     step, train = int(manifest["step"]), config.train
     found = [] if job is None else continuation_errors(config, job, checkpoint, manifest["meta"], is_own=False)
-    errors = _continued(config, run_dir, name, found)
+    now = {} if job is None else params_of(recorded_config(config, job, redactor))
+    errors = _continued(config, run_dir, name, found, _settings(run_dir), now, words)
     if config.evaluate is not None:
         train = replace(_in_precision(config, _settings(run_dir).get(PRECISION), warnings), steps=max(1, step))
     elif step >= train.steps:
@@ -160,13 +179,27 @@ def find_source(config: Config, job: Job | None, *, warnings: list[str], redacto
     if config.evaluate is None and job is not None:
         # A precision that is left to the run again has not been changed.
         before = run_dir.read_record().get("params", {}) if train.precision == "auto" else _settings(run_dir)
-        warnings.extend(_changes(job, before, params_of(recorded_config(config, job, redactor))))
+        warnings.extend(_changes(job, before, now))
     return Resume(run_dir=run_dir, checkpoint=checkpoint, step=step, driver={}, train=train)
 
 
-def _continued(config: Config, run_dir: RunDir, name: str, found: Sequence[str]) -> list[str]:
-    """Return the errors of a checkpoint that the key ``name`` names; a single one if it is of another job."""
-    if found and (error := other_job(config, run_dir, key=name)) is not None:
+def _continued(
+    config: Config,
+    run_dir: RunDir,
+    name: str,
+    found: Sequence[str],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    words: Sequence[str],
+) -> list[str]:
+    """Return the errors of a checkpoint that the key ``name`` names; a single one if it is of another job.
+
+    ``before``, ``now``: the parameters of the run so far, and those of ``config``.
+    """
+    if found and (error := other_job(config, run_dir, key=name, words=words)) is not None:
+        raise ConfigError([error])
+    is_other_model = any(error.startswith(OTHER_MODEL) for error in found)
+    if is_other_model and (error := other_fields(config, run_dir, before, now, key=name, words=words)) is not None:
         raise ConfigError([error])
     return [f"{name}={getattr(config, name)}: {error}" for error in found]
 
@@ -206,7 +239,7 @@ def _checkpoint_of(run_dir: RunDir, name: str | None, damaged: list[CheckpointEr
             raise ValueError(why_no_checkpoint(run_dir.config_file))
         best = store.best()
         if best is None:
-            raise ValueError("the run was trained without checkpoint.best; name another checkpoint, or only the run")
+            raise ValueError(f"{why_no_best(run_dir.read_record())}; name another checkpoint, or only the run")
         return path_of(run_dir.checkpoints, best.step).name
 
     try:
@@ -244,13 +277,46 @@ def _refuse_if_running(config: Config, run_dir: RunDir) -> None:
         )
 
 
-def _unfinished_run(config: Config, warnings: list[str], seen: set[str], *, any_run: bool) -> RunDir | None:
+def _refuse_another_name(config: Config, run_dir: RunDir) -> None:
+    """Refuse a name that the run does not have: by the one that it has, it is found here and in MLflow."""
+    name = run_dir.read_record().get("name")
+    if config.name is not None and name is not None and config.name != name:
+        raise ConfigError(
+            [
+                f"name={config.name}: the run to resume is named {name}, and keeps its name; leave out name, or begin "
+                f"a new run of another name with {path_override('start_from', run_dir.location)}"
+            ]
+        )
+
+
+def _refuse_if_others_wait(config: Config, words: Sequence[str], *, any_run: bool) -> None:
+    """Refuse to begin a run of the default job beside the unfinished run of another job, which may be meant.
+
+    ``any_run``: as of :func:`_unfinished_run`.
+    """
+    output = output_dir(config)
+    for run_dir, record in itertools.islice(readable(output, output.names(), []), _OTHERS):
+        if record.get("state") in ("finished", "pruned") or run_dir.driver_if_running() is not None:
+            continue
+        if not any_run and not CheckpointStore(run_dir.checkpoints, run_dir.remote_checkpoints).list():
+            continue
+        if (error := other_job(config, run_dir, key="resume", words=words)) is not None:
+            raise ConfigError([f"{error}; for a new run, add its job=, or resume=never"])
+        return
+
+
+def _unfinished_run(
+    config: Config, warnings: list[str], seen: set[str], *, any_run: bool, words: Sequence[str] | None
+) -> RunDir | None:
     """Return the newest unfinished run of this name that has a checkpoint, None to start a new run.
 
-    ``any_run``: whether it needs no checkpoint.
+    Args:
+        any_run: whether it needs no checkpoint.
+        words: as of :func:`find_resume`.
 
     Raises:
-        ConfigError: that run, or a newer one, is still running.
+        ConfigError: that run, or a newer one, is still running; or the words choose no job, and a run of another one
+            can be meant.
     """
     without: list[str] = []
     for run_dir in _unfinished_runs(config, warnings, seen):
@@ -262,6 +328,8 @@ def _unfinished_run(config: Config, warnings: list[str], seen: set[str], *, any_
     if without:
         warnings.append(f"resume=auto: {without[0]} has no checkpoint yet; this is a new run")
     else:
+        if words is not None and not chooses_job(words) and config.name is None:
+            _refuse_if_others_wait(config, words, any_run=any_run)
         warnings.append(f"resume=auto: no unfinished run is named {config.run_name}; this is a new one")
     return None
 
@@ -293,15 +361,27 @@ def _in_precision(config: Config, before: Any, warnings: list[str]) -> TrainConf
     return replace(train, precision=before)
 
 
+def _best_so_far(config: Config, store: CheckpointStore) -> Iterator[str]:
+    """Yield that the run no longer follows what an earlier part of it has followed, and what to add to go on so."""
+    best, own = store.best(), config.checkpoint
+    if best is None or (best.metric, best.direction) == (own.best, own.best and own.direction):
+        return
+    direction = "" if best.metric.endswith("loss") and best.direction == "minimize" else best.direction
+    key = f"checkpoint.best={best.metric}" + (f" checkpoint.best_direction={direction}" if direction else "")
+    yield (
+        f"the best checkpoint so far, by {best.metric}, is that of step {best.step}; it is kept, but no longer "
+        f"updated; add {key} to continue"
+    )
+
+
 def _changes(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return which settings have changed that change the loss curve."""
-    changed = [
-        f"{key} was {before[key]} before; it is {value} from now on"
-        for key, value in now.items()
-        if key in before and before[key] != value and _SHAPES_CURVE.fullmatch(key)
-    ]
-    if any(change.startswith("job.") for change in changed):
-        changed.append("the optimizer keeps its settings from the checkpoint, including the learning rate")
+    differ = [k for k, value in now.items() if k in before and before[k] != value and _SHAPES_CURVE.fullmatch(k)]
+    fields = [key for key in differ if key.startswith("job.")]
+    changed = [f"{key} was {before[key]} before; it is {now[key]} from now on" for key in differ if key not in fields]
+    if fields:
+        told = ", and ".join(f"{key} was {before[key]} before and is {now[key]} now" for key in fields)
+        changed.append(f"{told}; the optimizer keeps its settings from the checkpoint, including the learning rate")
     steps = before.get(STEPS, now[STEPS])
     if steps != now[STEPS] and type(job).scheduler is not Job.scheduler:
         changed.append(f"{STEPS} was {steps} before; the learning rate follows a schedule of {now[STEPS]} from now on")

@@ -199,10 +199,11 @@ class Checkpoints:
         """
         self.report()
         pending = self._writer.pending()
-        if best.value is None or (pending is not None and pending.step >= best.step):
+        if best.value is not None and pending is not None and pending.step >= best.step:
             return best
         on_store = self._run_dir.remote is not None  # which may be slow to say whether it is there
-        if best.step not in self._failed and (on_store or path_of(self._run_dir.checkpoints, best.step).exists()):
+        kept = best.step not in self._failed and (on_store or path_of(self._run_dir.checkpoints, best.step).exists())
+        if best.value is not None and kept:
             return best
         with contextlib.suppress(OSError):  # the store is away
             return self._store.best_saved(best)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from orchestrator.state.best import BEST, BestSoFar
+from orchestrator.state.best import BEST, BestSoFar, best_steps
 
 INF = math.inf
 
@@ -106,8 +106,29 @@ def test_an_evaluation_of_another_metric_does_not_count() -> None:
     assert after([2.0, 1.0]).among([10], lambda step: other).step == 0
 
 
-def test_without_a_finite_value_no_checkpoint_is_looked_at() -> None:
-    def never(step: int) -> BestSoFar:
-        raise AssertionError(step)
+def test_a_run_without_a_value_yet_continues_from_the_best_that_an_earlier_part_has_saved() -> None:
+    seen = {10: after([2.0]), 20: after([2.0, 1.0]), 30: None, 40: BestSoFar(metric="val/f1", direction="maximize")}
+    for values in ([], [math.nan]):
+        found = after(values).among(seen, seen.get)
+        assert (found.step, found.value, found.bar) == (20, 1.0, None)
 
-    assert after([math.nan]).among([10], never).step == 0
+
+F1 = BestSoFar(metric="val/f1", direction="maximize")
+
+
+@pytest.mark.parametrize(
+    ("later", "newest", "kept"),
+    [
+        ({}, None, {20}),
+        ({40: None, 50: None}, None, {20}),  # resumed without checkpoint.best
+        ({40: F1.after(40, 0.9, min_delta=0), 50: None}, None, {20, 40}),  # by another metric
+        ({40: None}, F1.after(50, 0.9, min_delta=0), {20, 0}),  # whose best was not saved
+        ({40: after([2.0, 1.0, 1.5, 0.5])}, None, {40}),
+        ({40: after([2.0, 1.0, 1.5, 0.5], direction="maximize")}, None, {20, 40}),
+    ],
+)
+def test_each_metric_that_a_part_of_the_run_has_followed_keeps_its_best(
+    later: dict[int, BestSoFar | None], newest: BestSoFar | None, kept: set[int]
+) -> None:
+    saved = {20: after([2.0, 1.0]), 30: after([2.0, 1.0, 1.5])}
+    assert best_steps(saved | later, newest) == kept

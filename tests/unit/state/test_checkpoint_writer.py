@@ -166,7 +166,7 @@ class Pruning:
         self.writer = CheckpointWriter(folder / "here", keep=1, run_uid="run", fence=self.fence, remote=remote)
         self.store = CheckpointStore(folder / "here", remote)
 
-    def save(self, step: int, *, best: int, fails: bool = False) -> list[int]:
+    def save(self, step: int, *, best: int | None, fails: bool = False) -> list[int]:
         """The steps of the checkpoints that there are afterwards."""
         self.fence.token = "replaced" if fails else "current"
         self.writer.submit(make_state(step, best=best))
@@ -181,6 +181,17 @@ def test_the_best_is_kept_until_a_better_one_is_written(pruning: Pruning) -> Non
     assert pruning.save(20, best=10) == [10, 20]
     assert pruning.save(30, best=30, fails=True) == [10, 20]
     assert pruning.save(40, best=30) == [10, 40]
+    found = pruning.store.best()
+    assert (found.step, found.value) == (10, 0.1)
+    assert pruning.save(50, best=50) == [50]
+
+
+@pytest.mark.slow
+def test_the_best_of_an_earlier_part_is_kept_by_one_that_follows_nothing(pruning: Pruning) -> None:
+    assert pruning.save(10, best=10) == [10]
+    assert pruning.save(20, best=10) == [10, 20]
+    for step in (30, 40):
+        assert pruning.save(step, best=None) == [10, step]
     found = pruning.store.best()
     assert (found.step, found.value) == (10, 0.1)
     assert pruning.save(50, best=50) == [50]

@@ -54,7 +54,16 @@ def test_every_verb_is_a_module_with_a_main(verb: str) -> None:
     assert cli.VERBS[verb].module == f"orchestrator.{verb.replace('-', '_')}"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("comapre", "did you mean compare?"), ("zzz", "valid: batch-size, ")])
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("comapre", "did you mean compare?"),
+        ("batch_size", "did you mean batch-size?"),
+        ("zzz", "valid: batch-size, "),
+        ("resume", "use resume=last, or resume=<run> (configuration keys"),
+        ("continue", "use resume=last, "),
+    ],
+)
 def test_an_unknown_verb_is_refused_with_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word, "--last", "5"]) == 2
     output = capsys.readouterr()

@@ -28,7 +28,7 @@ from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 
 NOBODY = {**this_process(), "pid": 2**22 - 1}
-CHECKPOINT = CheckpointSaved(step=400, path="/c/step-400", seconds=0.1, stall_ms=1.0, size_bytes=2_100_000)
+CHECKPOINT = CheckpointSaved(step=400, path="/c/step-00000400", seconds=0.1, stall_ms=1.0, size_bytes=2_100_000)
 COMMAND = "python -m orchestrator.launch strategy=ddp resume=old"
 
 
@@ -149,10 +149,15 @@ def test_show_tells_how_a_run_went_or_how_far_it_is_and_what_may_follow(
     journal.emit(CHECKPOINT)
     journal.emit(RunEnded(status="FAILED", exit_code=1, reason="rank 0 failed: ValueError", summary={}))
     journal.close()
-    shown = {}
+    kept, shown = run_dir.checkpoints / "step-00000400", {}
+    kept.mkdir(parents=True)
     for name in ("12-34-01-a", "12-32-01-digits-ddp"):
         assert show.main([name, "--output-dir", str(output_dir)]) == 0
         shown[name] = [capsys.readouterr().out.replace(str(output_dir), "/runs").rstrip()]
+    kept.rmdir()
+    assert show.main(["12-34-01-a", "--output-dir", str(output_dir)]) == 0
+    gone = [line for line in capsys.readouterr().out.splitlines() if line.endswith("no longer there")]
+    shown["its checkpoints were removed"] = gone
     golden("report/show", sections(shown))
 
 

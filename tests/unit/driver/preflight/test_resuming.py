@@ -21,12 +21,14 @@ from helpers.records.earlier_runs import JOB, NOBODY, an_earlier_run, config_of,
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import MASK, Redactor
+from orchestrator.driver.checked_runs import check_all
 from orchestrator.driver.preflight.record import command_line, open_run
 from orchestrator.driver.preflight.resume import find_resume, find_source
 from orchestrator.driver.process.origin import LEFT_RUN, left_run
 from orchestrator.job import Job, Split
 from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
+from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import save
 from orchestrator.state.train_state import capture
 from orchestrator.strategies.data.datasets import SAMPLES
@@ -413,6 +415,87 @@ def test_another_model_names_the_parameters(tmp_path: Path) -> None:
     for name in ("hidden0.weight", "hidden1.weight"):
         assert name in text
     assert text.startswith("resume=auto: of another model: ")
+
+
+def test_the_fields_by_which_a_model_differs_are_one_error_with_the_command(tmp_path: Path, golden: Golden) -> None:
+    run = an_earlier_run(tmp_path)
+    run.config_file.write_text("job:\n  _target_: jobs.digits.Digits\n  hidden: 4\n")
+    run.update_record(params={"job.hidden": 4, "job.lr": 0.5, "seed": 3})
+    job = Digits(hidden=5)
+    for command, key, words in (
+        (
+            "orchestrator job=digits job.hidden=4 train.steps=9 resume=auto",
+            "resume",
+            ["train.steps=20"],
+        ),
+        ("python -m orchestrator.launch job=digits job.hidden=4 job.lr=0.5", "resume", ["job=digits", "job.hidden=5"]),
+        ("python -m orchestrator.launch job=digits", "resume", ["job=digits", "seed=3"]),
+        ("orchestrator.run(Digits(hidden=4))", "resume", []),
+        ("python -m orchestrator.launch job=digits job.hidden=4", "start_from", []),
+    ):
+        run.update_record(command=command)
+        find = find_resume if key == "resume" else find_source
+        with golden.raises(ConfigError, RUN=run.path):
+            find(config_of(tmp_path, f"{key}={run.path}"), job, warnings=[], redactor=Redactor(), words=words)
+
+
+def test_auto_without_a_job_begins_nothing_beside_the_unfinished_run_of_another_job(
+    tmp_path: Path, golden: Golden
+) -> None:
+    def auto(*words: str) -> list[str]:
+        config = config_of(tmp_path, "resume=auto", *words)
+        typed = ["strategy=ddp", "resume=auto", *words]
+        warnings: list[str] = []
+        assert find_resume(config, JOB, warnings=warnings, redactor=Redactor(), words=typed) is None
+        return warnings
+
+    other = an_earlier_run(tmp_path, name="blobs-ddp", state="killed")
+    other.config_file.write_text("job:\n  _target_: blobs.Blobs\n  width: 40\n")
+    other.update_record(command="python -m orchestrator.launch strategy=ddp job=blobs.Blobs job.width=40")
+    with golden.raises(ConfigError, RUN=other.path):
+        auto("train.steps=20")
+    new = ["resume=auto: no unfinished run is named digits-ddp; this is a new one"]
+    assert auto("job=digits") == auto("experiment=quick") == new
+    assert auto("name=mine") == [new[0].replace("digits-ddp", "mine")]
+    other.update_record(driver=this_process(), state="running")
+    assert auto() == new, "what is running is not to be resumed"
+    other.update_record(driver=NOBODY, state="finished")
+    assert auto() == new
+    an_earlier_run(tmp_path, name="z-digits").config_file.write_text("job:\n  _target_: jobs.digits.Digits\n")
+    other.update_record(state="killed")
+    assert auto() == new, "the newest unfinished run is of the same job"
+    own = an_earlier_run(tmp_path, steps=())
+    an_earlier_run(tmp_path, name="more-blobs").config_file.write_text(other.config_file.read_text())
+    assert auto() == [f"resume=auto: {own.path} has no checkpoint yet; this is a new run"]
+
+
+def test_a_run_that_is_resumed_keeps_its_name(tmp_path: Path, golden: Golden) -> None:
+    run = an_earlier_run(tmp_path, name="blobby")
+    golden.says(refused(config_of(tmp_path, f"resume={run.path}", "name=other")), RUN=run.path)
+    words = [f"output_dir={tmp_path}", "strategy=ddp", "job=digits", "job.hidden=4", "resume=blobby"]
+    for more in ([], ["name=blobby"], ["debug=true"], ["debug=true", "strategy=pipeline"]):
+        (checked,) = check_all([[*words, *more]], Redactor())
+        assert checked.config.run_name == "blobby"
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [
+        ("checkpoint.best=val/F1 checkpoint.best_direction=maximize", False),
+        ("checkpoint.keep=1", True),
+        ("checkpoint.best=val/F1 checkpoint.best_direction=minimize", True),
+        ("checkpoint.best=val/loss", True),
+    ],
+)
+def test_a_best_checkpoint_that_is_no_longer_updated_is_said(
+    tmp_path: Path, best: str, said: bool, golden: Golden
+) -> None:
+    run = an_earlier_run(tmp_path, steps=())
+    save_steps(run, [2], best=BestSoFar(metric="val/F1", direction="maximize", step=2, value=0.9))
+    save_steps(run, [3])
+    _, warnings = resume(config_of(tmp_path, f"resume={run.path}", *best.split()))
+    golden.says(warnings) if said else None
+    assert bool(warnings) == said
 
 
 def test_another_optimizer_is_named(tmp_path: Path) -> None:

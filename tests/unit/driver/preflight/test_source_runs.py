@@ -106,6 +106,9 @@ def test_what_cannot_be_evaluated_is_said_with_a_remedy(tmp_path: Path, golden: 
     best = f"evaluate={run.path}/checkpoints/best"
     with golden.raises(ConfigError, RUN=run.path):
         source(tmp_path, best)
+    run.update_record(best={"metric": "val/loss", "step": 2, "value": 0.4})
+    with golden.raises(ConfigError, RUN=run.path):
+        source(tmp_path, best)
     save_steps(run, [6], best=BestSoFar(metric="val/loss", direction="minimize", step=3, value=0.5))
     with golden.raises(ConfigError, RUN=run.path):
         source(tmp_path, best)

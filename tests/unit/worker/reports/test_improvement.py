@@ -108,6 +108,11 @@ def test_the_best_is_the_best_of_those_that_are_saved(tmp_path: Path) -> None:
     resumed = followed(saved=checkpoints.saved)
     resumed.restore({BEST: replace(best_at(20), direction="minimize", value=0.1).to_json()}, rank=0)
     assert resumed.is_best(30)
+    anew = followed(saved=checkpoints.saved)
+    anew.restore({}, rank=0)  # the newest checkpoint is of a part without checkpoint.best
+    assert anew.is_best(30)
+    evaluate(anew, at_50=0.45)
+    assert anew.is_best(30)
     checkpoints.finish(timeout_s=10)
     close_strategies()
 
