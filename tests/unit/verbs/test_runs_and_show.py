@@ -193,14 +193,14 @@ def test_show_tells_of_a_script_what_it_ran_and_no_steps_that_it_need_not_report
     tmp_path: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = {"job.script": "train.py", "job.args": "--lr 0.1"}
-    reason = "rank 0 failed at step 0: ValueError: x (train.py:3: main())"
+    reason = "rank 0 failed: ValueError: x (train.py:3: main())"
     summary = {"steps": 0, "startup_s": 3.0}
     script = make_run(
         tmp_path, "12-30-01-train", strategy="script", job="script", state="failed", params=params,
         reason=reason, summary=summary, started=0.0, ended=60.0,
     )  # fmt: skip
     journal = Journal(script)
-    failed = {"rank": 0, "display_name": "rank 0", "step": 0, "reason": "ValueError: x (train.py:3: main())"}
+    failed = {"rank": 0, "display_name": "rank 0", "step": None, "reason": "ValueError: x (train.py:3: main())"}
     journal.emit(WorkerFailed(**failed, traceback="", log="", log_tail=""))
     journal.emit(RunEnded(status="FAILED", exit_code=1, reason=reason, summary=summary))
     journal.close()
