@@ -57,6 +57,9 @@ VERBS: Mapping[str, Verb] = {
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow", "run"),
 }
 DEFAULT_VERB = "launch"
+_TRAINING_WORDS = ("train", "fit", "run", "start")
+"""What other launchers call it."""
+_LAUNCHERS = ("python", "accelerate", "deepspeed", "lightning")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and _may_be_verb(words[0]):
             verb, *arguments = words
         if verb not in VERBS:
-            hint = f"{did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
+            hint = (
+                _instead(verb, arguments) or f"{did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
+            )
             print(f"orchestrator {verb}: unknown verb; {hint}", file=sys.stderr)
             return BAD_INPUT
         return int(_module(verb).main(arguments))
@@ -96,6 +101,14 @@ Verbs
   orchestrator <verb> --help       the arguments of a verb
 
 Each verb also runs as `python -m orchestrator.<verb>`."""
+
+
+def _instead(verb: str, arguments: Sequence[str]) -> str | None:
+    """Return what to type in place of a word of other launchers, or of a file; None if it is neither."""
+    words = (verb, *(arguments if verb in (*_TRAINING_WORDS, *_LAUNCHERS) else ()))
+    if (file := next((word for word in words if word.endswith(".py")), None)) is not None:
+        return f"to run a script, `orchestrator torchrun {file}`; for a job in it, job=<module>.<class>"
+    return "to train a job, `orchestrator launch job=<name>`" if verb in _TRAINING_WORDS else None
 
 
 def _module(verb: str) -> ModuleType:

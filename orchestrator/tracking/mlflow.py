@@ -277,7 +277,7 @@ def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str,
 
 
 def param_text(value: Any) -> str:
-    """Return a parameter as MLflow stores it: numbers as they are typed, ``3`` and ``1e-5`` for ``3.0`` and ``1e-05``."""
+    """Return a parameter as MLflow stores it: a number as it is typed, ``3`` for 3.0 and ``1e-5`` for 1e-05."""
     text = str(value)
     if isinstance(value, float):
         text = re.sub(r"e([+-])0*", lambda m: "e" + m[1].strip("+"), text.removesuffix(".0"))

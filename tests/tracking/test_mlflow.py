@@ -90,8 +90,10 @@ def test_a_request_is_small_enough_for_a_server():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(3.0, "3"), (0.1, "0.1"), (1e-5, "1e-5"), (1e16, "1e16"), (-2.0, "-2"), (2.5e-07, "2.5e-7"), (math.nan, "nan")]
-    + [(3, "3"), (True, "True"), (None, "None"), ("3.0", "3.0"), ("1e-05", "1e-05")],
+    [
+        *((3.0, "3"), (0.1, "0.1"), (1e-5, "1e-5"), (1e16, "1e16"), (-2.0, "-2"), (2.5e-07, "2.5e-7")),
+        *((math.nan, "nan"), (3, "3"), (True, "True"), (None, "None"), ("3.0", "3.0"), ("1e-05", "1e-05")),
+    ],
 )
 def test_a_number_is_stored_as_it_is_typed(value, text):
     assert param_text(value) == text

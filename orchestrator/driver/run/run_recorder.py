@@ -118,9 +118,7 @@ class RunRecorder:
         return summary
 
 
-def worker_lost(
-    end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, runs_script: bool
-) -> events.WorkerLost:
+def worker_lost(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, runs_script: bool) -> events.WorkerLost:
     """Return an event for the failure of ``rank``, called ``name``, from which the run recovers."""
     return _event(events.WorkerLost, end, rank, name, run_dir, step=_known(end.last_step, runs_script=runs_script))
 

@@ -74,7 +74,10 @@ LINEAR = "Linear(in_features=5, out_features=1, bias=True), given float32 [8, 4]
 WRONG = torch.ones(8, 3), torch.ones(8, 1)
 CASES: dict[str, tuple[Any, str]] = {
     "a container": (lambda: copy.deepcopy(NESTED)(X), f"in module '1.1': {LINEAR}"),
-    "a container of a job": (lambda: BUILT(X), f"in module '1.1' of Plain.model(), test_failed_call.py:{LINE}: {LINEAR}"),
+    "a container of a job": (
+        lambda: BUILT(X),
+        f"in module '1.1' of Plain.model(), test_failed_call.py:{LINE}: {LINEAR}",
+    ),
     "a model of a job": (lambda: Wide().model()(X), f"in Wide.model(), test_failed_call.py:{LINE + 6}: Linear("),
     "a module of a job below a method of the user": (
         lambda: Losses().model()(X),

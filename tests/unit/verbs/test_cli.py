@@ -54,9 +54,21 @@ def test_every_verb_is_a_module_with_a_main(verb: str) -> None:
     assert cli.VERBS[verb].module == f"orchestrator.{verb.replace('-', '_')}"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("comapre", "did you mean compare?"), ("zzz", "valid: batch-size, ")])
-def test_an_unknown_verb_is_refused_with_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([word, "--last", "5"]) == 2
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("comapre", "did you mean compare?"),
+        ("zzz", "valid: batch-size, "),
+        ("train", "to train a job, `orchestrator launch job=<name>`"),
+        ("fit blobs.py", "to run a script, `orchestrator torchrun blobs.py`; for a job in it, job=<module>.<class>"),
+        ("python blobs.py", "to run a script, `orchestrator torchrun blobs.py`"),
+        ("blobs.py", "to run a script, `orchestrator torchrun blobs.py`"),
+        ("shwo blobs.py", "did you mean show?"),
+    ],
+)
+def test_an_unknown_verb_is_refused_with_the_nearest(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    word, *rest = words.split()
+    assert cli.main([word, *rest, "--last", "5"]) == 2
     output = capsys.readouterr()
     assert f"orchestrator {word}: unknown verb; {hint}" in output.err
     assert not output.out

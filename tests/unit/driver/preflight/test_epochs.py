@@ -78,7 +78,10 @@ BEST, ONLY = "checkpoint.best=val/loss", "checkpoint.best=val/loss has one evalu
     [
         (["train.epochs=3", BEST], "no less than the 8 steps; set train.eval_every='1 epoch'"),
         (["train.epochs=1", BEST], "no less than the 3 steps; set train.eval_every=1"),
-        (["train.steps=50", BEST, "train.stop_after=2"], "train.eval_every=100 is no less than the 50 steps; set train.eval_every=5"),
+        (
+            ["train.steps=50", BEST, "train.stop_after=2"],
+            "train.eval_every=100 is no less than the 50 steps; set train.eval_every=5",
+        ),
         (["train.steps=101", BEST], None),
         (["train.epochs=3"], None),
         (["train.epochs=3", BEST, "train.eval_every=1 epoch"], None),
