@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from orchestrator.config.text import did_you_mean
+from orchestrator.display.terminal import lasting_output
 from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
 from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
 
@@ -65,6 +66,11 @@ _LAUNCHERS = ("python", "accelerate", "deepspeed", "lightning")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``orchestrator`` with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
     try:
         if "COMP_LINE" in os.environ and not set(COMPLETION_OPTIONS).isdisjoint(words):
             return _complete(words)
