@@ -18,6 +18,7 @@ from types import ModuleType
 
 from orchestrator.config.synonyms import instead
 from orchestrator.config.text import did_you_mean
+from orchestrator.display.terminal import lasting_output
 from orchestrator.launch import COMPLETION_OPTIONS, HELP_OPTIONS
 from orchestrator.verb_options import BAD_INPUT, INTERRUPTED
 
@@ -59,11 +60,19 @@ VERBS: Mapping[str, Verb] = {
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow", "run"),
 }
 DEFAULT_VERB = "launch"
+_TRAINING_WORDS = ("train", "fit", "run", "start")
+"""What other launchers call it."""
+_LAUNCHERS = ("python", "accelerate", "deepspeed", "lightning")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``orchestrator`` with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
     try:
         if "COMP_LINE" in os.environ and not set(COMPLETION_OPTIONS).isdisjoint(words):
             return _complete(words)
@@ -74,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and _may_be_verb(words[0]):
             verb, *arguments = words
         if verb not in VERBS:
-            key = None if get_close_matches(verb, VERBS) else instead(verb)
-            hint = f"{key or did_you_mean(verb, VERBS)} (configuration keys are written key=value)"
+            hint = _instead(verb, arguments) or f"{_key(verb)} (configuration keys are written key=value)"
             print(f"orchestrator {verb}: unknown verb; {hint}", file=sys.stderr)
             return BAD_INPUT
         return int(_module(verb).main(arguments))
@@ -99,6 +107,20 @@ Verbs
   orchestrator <verb> --help       the arguments of a verb
 
 Each verb also runs as `python -m orchestrator.<verb>`."""
+
+
+def _instead(verb: str, arguments: Sequence[str]) -> str | None:
+    """Return what to type in place of a word of other launchers, or of a file; None if it is neither."""
+    words = (verb, *(arguments if verb in (*_TRAINING_WORDS, *_LAUNCHERS) else ()))
+    if (file := next((word for word in words if word.endswith(".py")), None)) is not None:
+        return f"to run a script, `orchestrator torchrun {file}`; for a job in it, job=<module>.<class>"
+    return "to train a job, `orchestrator launch job=<name>`" if verb in _TRAINING_WORDS else None
+
+
+def _key(verb: str) -> str:
+    """Return the verb, or the key, that is meant by a word that is none."""
+    key = None if get_close_matches(verb, VERBS) else instead(verb)
+    return key or did_you_mean(verb, VERBS)
 
 
 def _module(verb: str) -> ModuleType:

@@ -24,7 +24,7 @@ from orchestrator import __version__
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
 from orchestrator.config.redact import Redactor
-from orchestrator.config.synonyms import instead as synonym
+from orchestrator.config.synonyms import instead_of_override
 from orchestrator.config.text import did_you_mean
 from orchestrator.display.terminal import lasting_output
 from orchestrator.verb_options import add_files, file_words
@@ -85,10 +85,20 @@ def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
         valid = [option for option in parser._option_string_actions if option not in ("-r", "--run")]
         instead = {o: f"has no effect here; {OPTIONS[n]}" for o in rest if (n := o.partition("=")[0]) in OPTIONS}
         unknown = [o for o in rest if o.startswith("-")]
-        instead |= {o: f"keys are written key=value; {key}" for o in unknown if (key := synonym(o.partition("=")[0]))}
+        instead |= {o: f"keys are written key=value; {key}" for o in unknown if (key := _as_key(o))}
         raise ConfigError(f"{o}: {instead.get(o) or f'unknown option; {did_you_mean(o, valid)}'}" for o in unknown)
     options.words = [*file_words(options), *options.words, *(["train.check=always"] if options.check else [])]
     return options
+
+
+def _as_key(option: str) -> str | None:
+    """Return what to write in place of an option that is meant as a key; None if it is none."""
+    name, _, value = option.lstrip("-").partition("=")
+    section, _, key = name.rpartition(".")
+    remedy = instead_of_override(key, value)
+    if remedy is not None or not section:
+        return remedy
+    return f"write {name}={value or '...'}"
 
 
 def _launch(arguments: Sequence[str], redactor: Redactor) -> int:

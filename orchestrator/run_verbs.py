@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.display.plain_text import refuse, writable
+from orchestrator.display.terminal import lasting_output
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
 from orchestrator.tracking.pending_uploads import pending_runs
@@ -29,6 +30,13 @@ def run_verb(
         argv: the arguments; None for the command line of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output():
+        return _run_verb(verb, parser, act, words)
+
+
+def _run_verb(
+    verb: str, parser: argparse.ArgumentParser, act: Callable[[argparse.Namespace, RunSearch], int], words: list[str]
+) -> int:
     options = parser.parse_args(words)
     try:
         options.address = address = _address(options)

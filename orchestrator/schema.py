@@ -39,13 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{' '.join(sections)}: name one section")
     redactor = Redactor.of_process()
 
+    made: list[dict[str, object]] = []
+
     def body() -> int:
         with contextlib.redirect_stdout(sys.stderr):  # what the module of the job prints
-            schema = _schema([*file_words(options), *overrides], redactor, *sections)
-        print(writable(json.dumps(schema, indent=2, ensure_ascii=False), sys.stdout))
+            made.append(_schema([*file_words(options), *overrides], redactor, *sections))
         return 0
 
-    return outcome("schema", body, redactor)
+    code = outcome("schema", body, redactor)
+    for schema in made:  # has its masks, which are JSON
+        print(writable(json.dumps(schema, indent=2, ensure_ascii=False), sys.stdout))
+    return code
 
 
 def _schema(words: Sequence[str], redactor: Redactor, section: str | None = None) -> dict[str, object]:

@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 from orchestrator.display.plain_text import writable
 from orchestrator.display.run_report import run_report
@@ -29,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace, search: RunSearch) -> int:
     run_dir = search.look_up(options.run)
+    others = [run.location for run in islice(search.named(options.run), 2)]
+    if others[:1] == [run_dir.location] and len(others) > 1:
+        note = f"note: several runs are called {options.run}; this is the newest, after {others[1]}"
+        print(writable(note, sys.stderr), file=sys.stderr)
     fetch(run_dir)
     state, verb = state_of(run_dir), this_origin().verb
     report = run_report(run_dir, run_dir.read_record(), state=state, now=time.time(), verb=verb)

@@ -12,7 +12,10 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from orchestrator.config.synonyms import instead
+from orchestrator.config.text import did_you_mean
 from orchestrator.display.plain_text import refuse
 from orchestrator.verb_options import INTERRUPTED
 
@@ -26,6 +29,16 @@ _MEANINGLESS = (
 """Options of torchrun that are accepted, because Ray places the ranks and each rank has a log of its own."""
 _FLAGS = ("--standalone", "--run-path")
 _SHORT = {"--redirects": "-r", "--tee": "-t"}
+_OF_OTHERS = {
+    "--nproc-per-node": "num_processes num_gpus gpus devices nproc num_workers",
+    "--nnodes": "num_machines num_nodes nodes",
+    "leave it out, because --nproc-per-node says how many ranks there are": "multi_gpu use_distributed multi_node",
+    "the script chooses its precision itself": "mixed_precision fp16 bf16 amp",
+    "give --nnodes, or cluster=auto for all nodes of a Ray cluster": "hostfile include machine_rank main_process_ip",
+}
+"""Options of other launchers, by what to use."""
+_OF_THE_LOOP = ("use train.", "use data.", "use checkpoint.", "a field of the job")
+"""Remedies for what a script does itself."""
 _NEEDS_NO_QUOTES = re.compile(r"-[\w./:@%+-]+( [\w./:@%+-]+)*", re.ASCII)
 """Arguments that an override may have as they are."""
 _OVERRIDE = re.compile(r"\+*[A-Za-z_][\w.]*=")
@@ -55,7 +68,9 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     parser, options, overrides = _parser(), argparse.Namespace(), list[str]()
     rest = list(arguments)
     while rest:
-        parser.parse_args(rest, options)
+        _, unknown = parser.parse_known_args(rest, options)
+        if unknown:
+            raise ValueError(_unknown(unknown[0], parser))
         rest = options.words
         if not (rest and _OVERRIDE.match(rest[0])):
             break
@@ -86,8 +101,31 @@ def torchrun_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*words, *overrides], ignored
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _unknown(option: str, parser: argparse.ArgumentParser) -> str:
+    """Return what to use in place of an option that torchrun does not have."""
+    name, equals, value = option.partition("=")
+    asked = name.lstrip("-").replace("-", "_").lower()
+    given = f"={value}" if equals else ""
+    if (ours := next((ours for ours, theirs in _OF_OTHERS.items() if asked in theirs.split()), None)) is not None:
+        remedy = f"use {ours}{given}" if ours.startswith("-") else ours
+    else:
+        known = [known[2:] for known in parser._option_string_actions if known.startswith("--") and "_" not in known]
+        remedy = did_you_mean(asked.replace("_", "-"), known, prefix="--")
+        if not remedy.startswith("did"):
+            key = instead(asked)
+            remedy = "options of torchrun stand before the script, those of the script after it"
+            if key is not None and not key.startswith(_OF_THE_LOOP):
+                remedy = f"{key}; {remedy}"
+    return f"{name}: no option of torchrun; {remedy}"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="orchestrator torchrun",
         usage="%(prog)s [options] [key=value ...] script [argument ...]",
         description="Run a script that runs under torchrun, with torchrun's options, as strategy=script.",

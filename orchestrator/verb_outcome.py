@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor, masked_output
+from orchestrator.display.terminal import lasting_output
 from orchestrator.user_code.errors import exits_refused
 from orchestrator.verb_options import BAD_INPUT, FAILED, INTERRUPTED
 
@@ -21,7 +22,7 @@ def outcome(
         body: does the work, and returns the exit code if it raises nothing.
         refused: exceptions about what was asked for. The traceback of others is printed.
     """
-    with masked_output(redactor):
+    with lasting_output(), masked_output(redactor):
         try:
             with exits_refused(hard=True):
                 return body()

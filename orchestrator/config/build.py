@@ -8,13 +8,14 @@ import dataclasses
 import enum
 import functools
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.config.epochs import Epochs
-from orchestrator.config.synonyms import instead
+from orchestrator.config.synonyms import instead_of_override, instead_of_value
 from orchestrator.config.text import did_you_mean, format_override, to_cli
 from orchestrator.config.typed import Typed, plain
 from orchestrator.user_code.errors import ConfigError as ConfigError
@@ -99,7 +100,7 @@ def build(
             try:
                 values[name] = _fit(data[name], kind, key, f.metadata)
             except _InvalidValue as e:
-                errors += e.errors or [f"{format_override(key, data[name])}: expected {describe(kind, f.metadata)}"]
+                errors += e.errors or [_unexpected(key, data[name], kind, f.metadata)]
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             errors.append(f"{key}: missing; give it a value")
     if len(errors) > before:
@@ -109,6 +110,18 @@ def build(
     except ValueError as e:
         errors.append(with_key(path, e))
         return None
+
+
+def _unexpected(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> str:
+    wanted = f"expected {describe(kind, limits)}"
+    remedy = instead_of_value(key, value)
+    if (
+        remedy is None
+        and wanted.startswith("expected a list, each item text")
+        and re.fullmatch(r"[\w./-]+", str(value))
+    ):
+        remedy = f"use {key}=[{value}]"
+    return f"{format_override(key, value)}: {wanted}" + (f"; {remedy}" if remedy else "")
 
 
 def with_key(path: str, error: Exception) -> str:
@@ -140,12 +153,16 @@ def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path
     if "." in name:  # of a file; the command line has no such keys
         section, _, key = name.partition(".")
         return f"in a file, write `{section}: {{{key}: ...}}`"
-    below = [_join(path, f"{section}.{name}") for section in fields if name in _names(data.get(section))]
-    if below:
-        return f"did you mean {' or '.join(below)}?"
-    inside = _names(data.get(name))
-    if (remedy := next(filter(None, map(instead, [name, *inside])), None)) is not None:
-        return remedy
+    value = data[name]
+    inside = dict(value) if isinstance(value, Mapping) else {}
+    for word, given in (*inside.items(), (name, value)):
+        below = [_join(path, f"{section}.{word}") for section in fields if word in _names(data.get(section))]
+        if below:
+            remedy = next(filter(None, (instead_of_value(key, given) for key in below)), None)
+            if remedy is not None or word == name:
+                return remedy or f"did you mean {' or '.join(below)}?"
+        elif (remedy := instead_of_override(str(word), given)) is not None:
+            return remedy
     return did_you_mean(name, fields, prefix=_join(path, ""))
 
 

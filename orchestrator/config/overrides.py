@@ -18,7 +18,7 @@ from orchestrator.config.files import GROUPS, Files, instead_of, is_option, opti
 from orchestrator.config.job_source import classes_beside
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.secret_names import is_secret
-from orchestrator.config.synonyms import instead_of_strategy
+from orchestrator.config.synonyms import instead_of_choice
 from orchestrator.config.text import did_you_mean, format_override
 from orchestrator.config.typed import Typed, plain
 
@@ -40,7 +40,11 @@ def parse(words: Iterable[str], errors: list[str]) -> list[Override]:
     for text in words:
         if is_option(text):
             continue
-        if (named := _CLASS.fullmatch(text)) and Files.of(words).find("job", named[1]) is None:
+        if (
+            (named := _CLASS.fullmatch(text))
+            and not text.endswith(".py")
+            and Files.of(words).find("job", named[1]) is None
+        ):
             text = f"job._target_={named[1]}"
         try:
             parsed.append(_parse(text))
@@ -210,10 +214,10 @@ def group_error(override: Override, files: Files) -> str | None:
         return None
     name = unknown[0]
     known = files.choices(group)
-    if group == "strategy" and (ours := instead_of_strategy(name)) is not None:
-        return f"{_typed(override)}: unknown; use strategy={ours}"
-    if group == "job" and (classes := classes_beside(name)):
-        return f"{_typed(override)}: name the class, as in job={classes[0]}"
+    if (remedy := instead_of_choice(group, name)) is not None:
+        return f"{_typed(override)}: unknown; {remedy}"
+    if group == "job" and (name.endswith(".py") or classes_beside(name)):
+        return f"{_typed(override)}: {_of_file(name)}"
     hint, valid = did_you_mean(name, known), f"valid: {', '.join(known)}"
     error = f"{_typed(override)}: unknown; {hint}" + ("" if hint == valid else f" ({valid})")
     if group == "job" and hint == valid and name.isidentifier():
@@ -252,7 +256,7 @@ def _typed(override: Override) -> str:
 def _parse_error(text: str, error: Exception) -> str:
     key, equals, value = text.partition("=")
     if not equals:
-        return f"{text}: expected key=value"
+        return f"{text}: {_of_file(text) if text.endswith('.py') else 'expected key=value'}"
     if isinstance(error, UnicodeEncodeError):
         return f"{key.encode(errors='backslashreplace').decode()}: not UTF-8; for a file, type a link with another name"
     try:
@@ -261,6 +265,15 @@ def _parse_error(text: str, error: Exception) -> str:
         return f"{format_override(key, value)}: {_UNKNOWN_KEY}"
     reason = "" if is_secret(key) else f" ({str(error).splitlines()[0]})"
     return f"{format_override(key, value)}: cannot be parsed{reason}; put the value in quotes"
+
+
+def _of_file(name: str) -> str:
+    """Return how a file with code of the user is launched."""
+    if classes := classes_beside(name):
+        return f"name the class, as in job={classes[0]}"
+    return (
+        f"to run a script, `orchestrator torchrun {name}`; for a job in it, name the class, as in job=<module>.<class>"
+    )
 
 
 def _quoted(text: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _FIELD = "a field of the job is given as job.{}=...; --help with job=<name> lists its fields"
 
@@ -32,6 +33,7 @@ NAMES = {
         "save_steps save_every save_interval checkpoint_every checkpoint_interval save_freq save_strategy "
         "every_n_train_steps checkpointing_steps"
     ),
+    "checkpoint.best_direction, maximize or minimize": "mode greater_is_better monitor_mode",
     "checkpoint.keep": "save_total_limit save_top_k keep_latest_k num_to_keep",
     "checkpoint.best": "monitor metric_for_best_model load_best_model_at_end best_metric",
     "resume=auto": "resume_from_checkpoint ckpt_path resume_from auto_resume",
@@ -92,6 +94,18 @@ _REMEDIES = {word: f"use {key}" for key, words in NAMES.items() for word in word
 }
 
 
+_VALUES = {
+    "train.precision": {
+        "fp16": "16 16-mixed 16-true float16 half",
+        "bf16": "bf16-mixed bfloat16",
+        "fp32": "32 32-true float32 full no",
+    },
+    "checkpoint.best_direction": {"maximize": "max", "minimize": "min"},
+    "sweep.direction": {"maximize": "max", "minimize": "min"},
+}
+"""Values by what others call them."""
+_VARIABLE = re.compile(r"(?:WANDB|MLFLOW|RAY|NCCL|CUDA|TORCH|OMP|HF|PYTHON)_[A-Z0-9_]+")
+
 SIZES = {"shard_size": "shard", "pipeline_parallel_size": "pipeline"}
 """Sizes of a mesh, by other names that presets have for them."""
 
@@ -105,12 +119,35 @@ _STRATEGIES = {
     "pipeline": "pp pipeline_parallel gpipe",
 }
 """Names of strategies, with keys, by what others call them."""
+_CHOICES = {
+    "strategy": {word: f"use strategy={ours}" for ours, theirs in _STRATEGIES.items() for word in theirs.split()},
+    "tracking": {
+        "wandb": "use tracking.sinks=[wandb]",
+        "tensorboard": "use tracking.sinks=[tensorboard]",
+        "tb": "use tracking.sinks=[tensorboard]",
+        "mlflow": "leave it out, because every run is in MLflow; tracking.uri names its server or file",
+    },
+}
 
 
-def instead_of_strategy(name: str) -> str | None:
-    """Return the strategy that other launchers call ``name``, as typed after ``strategy=``; None if none is known."""
-    asked = name.lower().replace("-", "_")
-    return next((ours for ours, theirs in _STRATEGIES.items() if asked in theirs.split()), None)
+def instead_of_choice(group: str, name: str) -> str | None:
+    """Return what to do in place of a choice that other launchers call ``name``; None if it is not known."""
+    return _CHOICES.get(group, {}).get(name.lower().replace("-", "_"))
+
+
+def instead_of_value(key: str, value: Any) -> str | None:
+    """Return the override in place of one with a value of another launcher; None if that is not known."""
+    words = _VALUES.get(key, {}).items()
+    return next((f"use {key}={ours}" for ours, theirs in words if str(value).lower() in theirs.split()), None)
+
+
+def instead_of_override(key: str, value: Any) -> str | None:
+    """Return what to use in place of an unknown key, as :func:`instead` does, with the value if that is known too."""
+    remedy = instead(key)
+    if _VARIABLE.fullmatch(key) or (remedy is None and key.isupper() and "_" in key):
+        return f"a variable of the environment stands before the command, as in {key}=... orchestrator ..."
+    meant = [ours for ours in _VALUES if ours.endswith(f".{key}") or (remedy or "").startswith(f"use {ours}")]
+    return next(filter(None, (instead_of_value(ours, value) for ours in meant)), remedy)
 
 
 def instead(key: str) -> str | None:

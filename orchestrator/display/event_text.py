@@ -36,7 +36,7 @@ def describe_event(event: events.Event) -> list[Line]:
         case events.WorkerFailed():
             return _worker_failed(event)
         case events.WorkerLost():
-            text = f"{event.display_name} failed at step {event.step}, the run recovers: {first_line(event.reason)}"
+            text = f"{event.what}, the run recovers: {first_line(event.reason)}"
             return [(text, "yellow")]
         case events.StragglerFound():
             return [(_straggler(event), "yellow")]
@@ -118,7 +118,7 @@ def _stage_text(number: int, stage: events.StageSummary) -> str:
 
 def _worker_failed(event: events.WorkerFailed) -> list[Line]:
     reason = first_line(event.reason)
-    lines = [(f"{event.display_name} failed at step {event.step}: {reason}", "bold red")]
+    lines = [(f"{event.what}: {reason}", "bold red")]
     shown, tail = event.traceback, clean(event.log_tail).strip().splitlines()[-_LOG_TAIL_LINES:]
     if event.own_frames:
         shown, tail = textwrap.dedent(event.own_frames), []

@@ -30,7 +30,15 @@ from orchestrator.display.plain_text import (
 )
 from orchestrator.display.run_end import RunEnd, run_end
 from orchestrator.planning.plan import Node, Plan, WorkerPlan
-from orchestrator.protocol.events import CheckpointSaved, RunEnded, RunStarted, StopRequested, WorkerFailed
+from orchestrator.protocol.events import (
+    ONLY_OWN,
+    CheckpointSaved,
+    RunEnded,
+    RunStarted,
+    StopRequested,
+    WorkerFailed,
+    at_step,
+)
 from orchestrator.protocol.metrics import summary_value
 
 LONG_WAIT_S = 3.0
@@ -180,11 +188,13 @@ def verdict(
     elif end.status == "PRUNED":
         lines = [ended.reason]
     elif end.status == "KILLED":
-        how = f"stopped by {stop.signal} at step {step}" if stop else end.reason or "stopped"
+        is_script = started is not None and not started.steps
+        when = f"at step {step}" if step or not is_script else "while its script ran"
+        how = f"stopped by {stop.signal} {when}" if stop else end.reason or "stopped"
         if stop and (why := _DETAIL.search(end.reason)) is not None:
             how += f"; {why[1]}"
-        has_own_checkpoints = started is not None and not started.steps
-        lines = [how if has_own_checkpoints else f"{how}; {_newest(checkpoint, step)}"]
+        kept = ONLY_OWN if is_script else _newest(checkpoint, step)
+        lines = [how if kept in how else f"{how}; {kept}"]
     else:
         lines = [*_failed(ended.reason, failure), *([_newest(checkpoint, step)] if checkpoint else [])]
     if started:
@@ -239,7 +249,7 @@ def _finished(end: RunEnd, summary: Mapping[str, Any], started: RunStarted | Non
 def _failed(reason: str, failure: WorkerFailed | None) -> list[str]:
     if failure is None:
         return [f"failed: {first_line(reason) or 'no reason given'}"]
-    lines = [f"failed: {failure.display_name} at step {failure.step}: {first_line(failure.reason)}"]
+    lines = [f"failed: {failure.display_name}{at_step(failure.step)}: {first_line(failure.reason)}"]
     if reason and first_line(failure.reason) not in reason:
         lines.append(f"reason: {first_line(reason)}")
     return [*lines, f"log: {failure.log}"] if failure.log else lines

@@ -13,6 +13,7 @@ from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.config.text import path_override
 from orchestrator.display.plain_text import count, duration, first_line, number, rate, size
 from orchestrator.display.run_end import RunEnd, run_end, run_page
+from orchestrator.protocol.events import at_step
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import read_lines
 from orchestrator.records.json_file import read_json
@@ -148,7 +149,7 @@ def _healing(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *,
                 reason = first_line(str(event.get("reason")))
                 if event.get("event") == "worker_failed" and reason in besides:
                     continue
-                yield f"{event.get('display_name')} failed at step {event.get('step')}: {reason}"
+                yield f"{event.get('display_name')} failed{at_step(event.get('step'))}: {reason}"
             case "recovered":
                 seconds, lost = event.get("seconds", 0.0), int(event.get("steps_lost") or 0)
                 steps = f"{count(lost, 'step')} repeated" if lost else "no step lost"

@@ -27,7 +27,7 @@ from orchestrator.driver.code.worker_code import PickledJob, job_override, pickl
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.debugging import ALONE, in_one_process, note_of, with_one_rank
-from orchestrator.driver.preflight.epochs import in_steps
+from orchestrator.driver.preflight.epochs import few_evaluations, in_steps
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
 from orchestrator.driver.process import cluster
@@ -272,7 +272,7 @@ def _check(
         redactor=redactor,
         given=pickled,
         source=source,
-        notes=(note_of(config, asked=asked),) if config.debug else (),
+        notes=tuple(filter(None, (note_of(config, asked=asked) if config.debug else None, few_evaluations(config)))),
     )
 
 

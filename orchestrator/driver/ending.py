@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
-from orchestrator.config.operation import TrackingConfig
+from orchestrator.config.operation import TENSORBOARD, TrackingConfig
 from orchestrator.config.redact import Redactor
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
@@ -31,9 +33,11 @@ from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline import trace
 from orchestrator.tracking import wandb
+from orchestrator.tracking.sinks import folder_of
 from orchestrator.tracking.uploader import Upload, Uploader
 from orchestrator.tracking.uri import page_command
 
+_NEWEST_RUNS = 20
 PROMPT_WAIT_S = 0.5
 """Enough for an upload that needs nothing but the end of a run. One that has yet to import MLflow takes seconds."""
 
@@ -230,9 +234,24 @@ class RunEnding:
             commands.append(sync)
         if self.in_sweep:
             return tuple(commands)
-        if is_over or result.summary.get("steps"):
-            commands.append(compare_command(self.origin, OutputDir.containing(self.run_dir)))
-        return (*commands, *commands_for_page(self.tracking, self.origin))
+        output = OutputDir.containing(self.run_dir)
+        if is_over or (result.summary.get("steps") and _may_compare(output)):
+            commands.append(compare_command(self.origin, output))
+        commands += commands_for_page(self.tracking, self.origin)
+        if not self.origin.remote and (self.run_dir.sinks / folder_of(TENSORBOARD)).is_dir():
+            commands.append(shlex.join(["tensorboard", "--logdir", str(output.path)]))
+        return tuple(commands)
+
+
+def _may_compare(output: OutputDir) -> bool:
+    """Return whether two of the newest runs have finished; a store is not asked, which may be slow."""
+    if output.remote is not None:
+        return False
+    finished = 0
+    for run_dir in islice(output.runs(), _NEWEST_RUNS):
+        with contextlib.suppress(OSError, ValueError):  # an unreadable run is left alone
+            finished += run_dir.read_record().get("state") == "finished"
+    return finished > 1
 
 
 def _missing(upload: Upload) -> str:

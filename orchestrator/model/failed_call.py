@@ -16,7 +16,7 @@ from orchestrator.compat.modules import called_module
 from orchestrator.model.batch import tensors_in
 from orchestrator.user_code.errors import error_text, is_of_user, is_own_error, user_frames
 from orchestrator.user_code.own_errors import OwnError, causes, may_come_again, own_error
-from orchestrator.user_code.results import called_method
+from orchestrator.user_code.results import Built, built, called_method
 
 _MOST_TENSORS = 4
 _MOST_CHARACTERS = 100
@@ -31,7 +31,7 @@ def failed_call(error: BaseException) -> OwnError | None:
     """
     own = own_error(error)
     for cause in causes(error):
-        place, below = _called(cause)
+        place, below = _called(cause, with_line=own is None)
         if place and own is not None:
             return replace(own, place=f"{own.place}; {place}")
         if place:
@@ -49,8 +49,12 @@ def error_with_place(error: BaseException, *, most: int = 300) -> str:
     return text if own is None or not own.place else f"{text} ({own.place})"
 
 
-def _called(error: BaseException) -> tuple[str, list[TracebackType]]:
-    """Return the innermost call, empty if code of the user is below it, and the entries of the traceback below it."""
+def _called(error: BaseException, *, with_line: bool) -> tuple[str, list[TracebackType]]:
+    """Return the innermost call, empty if code of the user is below it, and the entries of the traceback below it.
+
+    Args:
+        with_line: whether to name the line of the method that has built the model.
+    """
     modules: list[nn.Module] = []
     method, call, below = "", "", list[TracebackType]()
     entry = error.__traceback__
@@ -60,7 +64,7 @@ def _called(error: BaseException) -> tuple[str, list[TracebackType]]:
             module, inputs = called
             if not type(module).__module__.startswith(_WRAPPERS):
                 modules.append(module)
-                call, below = _call(modules, inputs), []
+                call, below = _call(modules, inputs, with_line=with_line), []
         elif (name := called_method(entry.tb_frame)) is not None:
             method, modules, call, below = name, [], "", []
         elif is_of_user(entry.tb_frame.f_code.co_filename):
@@ -70,12 +74,17 @@ def _called(error: BaseException) -> tuple[str, list[TracebackType]]:
     return (f"in {text}" if text else ""), below
 
 
-def _call(modules: list[nn.Module], inputs: tuple[Any, Mapping[str, Any]]) -> str:
-    """Return the innermost of the called modules, by its name in the outermost one, and the tensors given to it."""
-    name = next((name for name, module in modules[0].named_modules() if module is modules[-1]), "")
+def _call(modules: list[nn.Module], inputs: tuple[Any, Mapping[str, Any]], *, with_line: bool) -> str:
+    """Return the innermost of the called modules, by its name in the model, and the tensors given to it."""
+    module = modules[-1]
+    if (of := built(module)) is None:  # by its name in the outermost one
+        of = Built(next((name for name, other in modules[0].named_modules() if other is module), ""), "", "")
+    line = f", {of.line}" if with_line and of.line else ""
+    place = f"module '{of.name}'" if of.name else ""
+    place = " of ".join(filter(None, (place, f"{of.method}{line}")))
     tensors = [*itertools.islice(tensors_in(inputs), _MOST_TENSORS)]
     given = ", ".join(map(_tensor, tensors))
-    return ": ".join(filter(None, (name, _kind(modules[-1])))) + (f", given {given}" if given else "")
+    return ": ".join(filter(None, (place, _kind(module)))) + (f", given {given}" if given else "")
 
 
 def _kind(module: nn.Module) -> str:

@@ -10,7 +10,7 @@ from orchestrator.config.operation import RecoveryConfig
 from orchestrator.config.text import first_few
 from orchestrator.policy.failure import Outcomes
 from orchestrator.policy.recovery import Failed, FailureRecord, RecoveryPlan, decide, plan_after_pause
-from orchestrator.protocol.events import EndReason, PauseReason
+from orchestrator.protocol.events import ONLY_OWN, EndReason, PauseReason
 from orchestrator.protocol.messages import Phase
 
 _DOING: Mapping[Phase, str] = {
@@ -211,6 +211,8 @@ def stopped(
         if unsaved:
             rank, why = next(iter(unsaved.items()))
             when += f"; what rank {rank} was to save may be missing: {why}"
+        else:
+            when += f"; {ONLY_OWN}"
     elif at_step is not None:
         when = f"at step {at_step}" + (f"; its checkpoint {checkpoint_missing}" if checkpoint_missing else "")
     elif trained:

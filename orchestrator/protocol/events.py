@@ -228,24 +228,39 @@ class CheckpointFailed(Event):
     reason: str
 
 
+ONLY_OWN = "only what the script itself has saved is kept"
+"""What there is of a script that was stopped."""
+
+
+def at_step(step: int | None) -> str:
+    """Return `` at step 3``; empty if the step is not known."""
+    return "" if step is None else f" at step {step}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure(Event):
     """A rank has failed.
 
     Attributes:
         display_name: the rank's name for users.
+        step: the last one that it has done; None for a script that has reported none.
         log: the path of its log file.
         own_frames: the part of the traceback that is of the user's files, or else of a library; empty if it has none.
     """
 
     rank: int
     display_name: str
-    step: int
+    step: int | None
     reason: str
     traceback: str
     log: str
     log_tail: str
     own_frames: str = ""
+
+    @property
+    def what(self) -> str:
+        """Which rank has failed, and where: ``rank 1 failed at step 3``."""
+        return f"{self.display_name} failed{at_step(self.step)}"
 
 
 class WorkerFailed(WorkerFailure):

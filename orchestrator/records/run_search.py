@@ -5,6 +5,7 @@ a run is that has no summary yet, from the end of its journal.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import heapq
 import re
 import shlex
@@ -28,6 +29,10 @@ SUBMISSION_TAG = "submission"
 """The tag of a run with the id of the submitted job that has started it."""
 _REMARK = re.compile(r" \((?:step \d+|pruned)\)")
 """What MLflow shows after the name and the settings of a run."""
+_TIME = re.compile(r"^\d\d-\d\d-\d\d-")
+"""What the directory of a run has before its name."""
+_MLFLOW_ID = re.compile(r"(?:.*/runs/)?([0-9a-f]{32})(?:[?#/].*)?")
+"""The id of a run in MLflow, or the address of its page."""
 _ID_SUFFIX = re.compile(r"-\d{4}-\d{6}-[0-9a-f]{4}$")
 """What ``orchestrator submit`` adds to the name of a run."""
 
@@ -103,7 +108,7 @@ class RunSearch:
         if text == NEWEST:
             runs = (run for run in self.runs() if not trained or leaves_model(run.read_record()))
             found = next(runs, None)
-        elif (found := find_run(text)) is None and not is_url(text):
+        elif _MLFLOW_ID.fullmatch(text) or ((found := find_run(text)) is None and not is_url(text)):
             found = next(self.named(text, trained=trained), None)
         if found is None:
             if "/" not in text and next(self.runs(), None) is None:
@@ -111,16 +116,23 @@ class RunSearch:
                 there = "go to the directory where they were started, or give their --output-dir"
                 raise NoSuchRunError(f"{text}: there are no runs in {where}; {there}")
             newest = f"; {NEWEST} is the newest one" if text.lower() in NEWEST_ELSEWHERE else ""
-            raise NoSuchRunError(f"{text}: no such run in {self}; `orchestrator runs` lists them{newest}")
+            near = self._nearest(text)
+            raise NoSuchRunError(f"{text}: no such run in {self}; {near}`orchestrator runs` lists them{newest}")
         return found
+
+    def _nearest(self, text: str) -> str:
+        """Return which names of runs are close to ``text``, as the beginning of a remedy; empty if none is."""
+        names = {_TIME.sub("", name.rpartition("/")[2]): None for output in self.outputs for name in output.names()}
+        close = difflib.get_close_matches(text.rpartition("/")[2], names, n=3)
+        return f"did you mean {' or '.join(close)}? " if close else ""
 
     def named(self, text: str, *, trained: bool = False) -> Iterator[RunDir]:
         """Yield the runs that ``text`` means, the newest first, each with its present record.
 
         Args:
             text: ``<date>/<time>-<name>`` or ``<time>-<name>``; otherwise, if no directory is called so, the name of
-                runs, also with their settings as in MLflow, or the settings alone, such as ``lr=0.1``; or the id of the
-                submitted job that has started them.
+                runs, also with their settings as in MLflow, or the settings alone, such as ``lr=0.1``; the id of the
+                submitted job that has started them; or the id in MLflow, or the address of its page.
             trained: whether names pass over runs that leave no model.
 
         Raises:
@@ -129,8 +141,10 @@ class RunSearch:
         newest_first = sorted(((n, o) for o in self.outputs for n in o.names()), key=lambda n: n[0], reverse=True)
         exact = [(name, output) for name, output in newest_first if text in (name, name.partition("/")[2])]
         text = _REMARK.sub("", text)
+        if (given := _MLFLOW_ID.fullmatch(text)) is not None:
+            text = given[1]
         first, _, _ = text.partition(" ")
-        parts = [""] if "=" in first else [f"-{in_job_id(_ID_SUFFIX.sub('', word))}" for word in (text, first)]
+        parts = [""] if "=" in first or given else [f"-{in_job_id(_ID_SUFFIX.sub('', word))}" for word in (text, first)]
         for directory, output in exact or [n for n in newest_first if any(part in in_job_id(n[0]) for part in parts)]:
             if (run := output.find(directory)) is not None and (exact or _is_called(run, text, trained=trained)):
                 yield run
@@ -142,7 +156,8 @@ def _is_called(run_dir: RunDir, text: str, *, trained: bool) -> bool:
     except (OSError, ValueError):  # an unreadable run is left alone
         return False
     name, settings = record.get("name"), (record.get("sweep") or record).get("settings")
-    called = [name, record.get("tags", {}).get(SUBMISSION_TAG)] + ([settings, f"{name} {settings}"] if settings else [])
+    called = [name, record.get("tags", {}).get(SUBMISSION_TAG), record.get("mlflow_run_id")]
+    called += [settings, f"{name} {settings}"] if settings else []
     return text in called and (not trained or leaves_model(record))
 
 

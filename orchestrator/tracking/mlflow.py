@@ -267,13 +267,21 @@ def _log_params_and_tags(client: MlflowClient, run: Run, *, params: Mapping[str,
     """Set new and changed tags, and the parameters that the server lacks: MLflow refuses to change a parameter."""
     from mlflow.entities import Param, RunTag
 
-    cleaned = {storable_name(key): storable_text(str(value), MAX_PARAM_LENGTH) for key, value in params.items()}
+    cleaned = {storable_name(key): param_text(value) for key, value in params.items()}
     new = [Param(k, v) for k, v in cleaned.items() if k not in run.data.params]
     changed = [RunTag(k, v) for k, v in tags.items() if run.data.tags.get(k) != v]
     for param_batch in _small_batches(new):
         client.log_batch(run.info.run_id, params=param_batch)
     for tag_batch in _small_batches(changed):
         client.log_batch(run.info.run_id, tags=tag_batch)
+
+
+def param_text(value: Any) -> str:
+    """Return a parameter as MLflow stores it: a number as it is typed, ``3`` for 3.0 and ``1e-5`` for 1e-05."""
+    text = str(value)
+    if isinstance(value, float):
+        text = re.sub(r"e([+-])0*", lambda m: "e" + m[1].strip("+"), text.removesuffix(".0"))
+    return storable_text(text, MAX_PARAM_LENGTH)
 
 
 def _log_image(client: MlflowClient, run_id: str, sample: Sample) -> None:

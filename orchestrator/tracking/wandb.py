@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import OF_NO_ATTEMPT, Point, Sample
+from orchestrator.tracking.views import run_name
 
 if TYPE_CHECKING:
     from wandb import Settings
@@ -40,7 +41,7 @@ class Wandb:
             id=run["uid"],
             resume="allow",
             project=_variable("WANDB_PROJECT") or run["tracking"]["experiment"],
-            name=_variable("WANDB_NAME") or run["name"],
+            name=_variable("WANDB_NAME") or run_name(run),
             group=_variable("WANDB_RUN_GROUP") or sweep.get("name"),
             job_type=_variable("WANDB_JOB_TYPE") or ("evaluate" if "evaluated" in run else "train"),
             tags=[tag[:64] for tag in tags],

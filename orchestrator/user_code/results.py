@@ -10,17 +10,38 @@ import functools
 import inspect
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from orchestrator.user_code.callbacks import Steering
-from orchestrator.user_code.errors import JobError
+from orchestrator.user_code.errors import JobError, is_of_user
 from orchestrator.user_code.steering import AS_CONFIGURED, as_configured
 
 _CLOSURE = "closure"
 _MARK = "__checks_result__"
 """An attribute of the functions that check what another one returns."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Where a module of a model comes from.
+
+    Attributes:
+        name: its name in the model; empty for the model itself.
+        method: the method that has built the model: ``Net.model()``.
+        line: the file and the line of that method; empty if it is of a library.
+    """
+
+    name: str
+    method: str
+    line: str
+
+
+_built: weakref.WeakKeyDictionary[Any, Built] = weakref.WeakKeyDictionary()
 
 
 def check_results(cls: type, *, except_of: str) -> None:
@@ -49,6 +70,8 @@ def _checking(name: str, function: Any) -> Callable[..., Any]:
         is_outermost = method in (outermost, getattr(outermost, "fget", None))  # others are called by super()
         if is_outermost and name in _CHECKS and (problem := _CHECKS[name](result)) is not None:
             raise JobError(f"job.{name} {problem}")
+        if is_outermost and name == "model":
+            _note_modules(result, f"{type(self).__name__}.model()", function)
         return result
 
     setattr(method, _MARK, True)
@@ -60,6 +83,18 @@ def called_method(frame: FrameType) -> str | None:
     if frame.f_code.co_filename != __file__ or frame.f_code.co_qualname != "_checking.<locals>.method":
         return None
     return f"{type(frame.f_locals['self']).__name__}.{frame.f_locals['name']}"
+
+
+def built(module: Any) -> Built | None:
+    """Return where a module comes from; None if it is of no model that a job of this process has built."""
+    return _built.get(module)
+
+
+def _note_modules(model: Any, method: str, function: Any) -> None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    is_own = code is not None and is_of_user(code.co_filename)
+    line = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if is_own else ""
+    _built.update((module, Built(name, method, line)) for name, module in model.named_modules())
 
 
 def kind_of(value: Any) -> str:

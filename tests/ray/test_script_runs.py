@@ -62,7 +62,7 @@ def test_the_exception_of_a_script_is_the_verdict(run: Callable[..., Any], capfd
         "strategy.num_workers=2",
     )
     assert (result.status, result.exit_code) == ("FAILED", 1)
-    failed = "rank 1 failed at step 0: ValueError: told to fail at step 2 (torch_ddp.py:"
+    failed = "rank 1 failed: ValueError: told to fail at step 2 (torch_ddp.py:"
     assert result.reason.startswith(failed)
     assert result.reason.endswith(': raise ValueError(f"told to fail at step {step}"))')
     output = capfd.readouterr().out

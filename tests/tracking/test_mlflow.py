@@ -4,13 +4,14 @@ import json
 import math
 import re
 
+import pytest
 from mlflow.entities import Param
 from mlflow.utils import validation
 from PIL import Image
 
 from helpers.records.tracked_runs import artifacts, client_of, history, new_run, save_samples
 from orchestrator.records.journal import Journal, Point, Sample
-from orchestrator.tracking.mlflow import MAX_PARAM_LENGTH, MlflowBackend, _small_batches
+from orchestrator.tracking.mlflow import MAX_PARAM_LENGTH, MlflowBackend, _small_batches, param_text
 from orchestrator.tracking.views import MAX_LENGTH
 
 
@@ -85,3 +86,14 @@ def test_a_request_is_small_enough_for_a_server():
         < validation.MAX_BATCH_LOG_REQUEST_SIZE
     )
     assert [len(batch) for batch in _small_batches([Param(str(i), "1") for i in range(250)])] == [100, 100, 50]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((3.0, "3"), (0.1, "0.1"), (1e-5, "1e-5"), (1e16, "1e16"), (-2.0, "-2"), (2.5e-07, "2.5e-7")),
+        *((math.nan, "nan"), (3, "3"), (True, "True"), (None, "None"), ("3.0", "3.0"), ("1e-05", "1e-05")),
+    ],
+)
+def test_a_number_is_stored_as_it_is_typed(value, text):
+    assert param_text(value) == text

@@ -301,10 +301,20 @@ def test_weights_and_biases_that_have_steps_get_only_later_ones(
     has_before: int, first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     online = StandInForWandb(has_before)
-    module = SimpleNamespace(init=lambda **_: online, Settings=dict)
+    given: dict[str, Any] = {}
+    module = SimpleNamespace(init=lambda **options: given.update(options) or online, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    run = {"uid": UID, "name": "a", "strategy": "ddp", "job": "b", "params": {}, "tracking": {"experiment": "c"}}
+    run = {
+        "uid": UID,
+        "name": "a",
+        "settings": "lr=0.1",
+        "strategy": "ddp",
+        "job": "b",
+        "params": {},
+        "tracking": {"experiment": "c"},
+    }
     sink = load_sink(SINKS_BY_WORD["wandb"])(run, tmp_path)
+    assert given["name"] == "a lr=0.1"
     points = [p for n in range(1, 6) for p in (Point("train/loss", n, 0.0, n), Point("system/cpu", n, 0.0, 10 + n))]
     sink.log_points([*points, Point("val/late", 1.0, 0.0, 4)])
     steps = [n for n in range(1, 6) if n >= first]

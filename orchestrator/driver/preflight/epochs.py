@@ -40,6 +40,21 @@ def in_steps(config: Config, job: Job) -> Config:
     return replace(config, train=section("train"), checkpoint=section("checkpoint"))
 
 
+def few_evaluations(config: Config) -> str | None:
+    """Return a remark for a run that looks for its best evaluation among one; None if there are several.
+
+    ``train.eval_every=0``, which asks for one, passes.
+    """
+    train, best = config.train, config.checkpoint.best
+    if best is None or config.evaluate is not None or train.steps < 2 or train.eval_every < train.steps:
+        return None
+    every = "'1 epoch'" if train.epochs is not None and train.epochs > 1 else str(max(1, train.steps // 10))
+    return (
+        f"checkpoint.best={best} has one evaluation to choose from, after the last step, because "
+        f"train.eval_every={train.eval_every} is no less than the {train.steps} steps; set train.eval_every={every}"
+    )
+
+
 def _numbers(config: Config) -> dict[tuple[str, str], Epochs]:
     """Return the numbers of epochs by section and key."""
     found = {}

@@ -279,6 +279,7 @@ class Run:
     def _report_loss(self, generation: Generation, rank: int) -> None:
         """Report a failure from which the run recovers."""
         name = self._workers.name_of(rank)
-        self._events.emit(worker_lost(generation.end(), rank, name, self.spec.run_dir))
+        runs_script = self._reports.telemetry.runs_script
+        self._events.emit(worker_lost(generation.end(), rank, name, self.spec.run_dir, runs_script=runs_script))
         if (note := generation.note_of_lost_with(rank)) is not None:
             self._events.note(note)

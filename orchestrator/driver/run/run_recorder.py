@@ -118,12 +118,14 @@ class RunRecorder:
         return summary
 
 
-def worker_lost(end: GenerationEnd, rank: int, name: str, run_dir: RunDir) -> events.WorkerLost:
+def worker_lost(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, runs_script: bool) -> events.WorkerLost:
     """Return an event for the failure of ``rank``, called ``name``, from which the run recovers."""
-    return _event(events.WorkerLost, end, rank, name, run_dir, step=end.last_step)
+    return _event(events.WorkerLost, end, rank, name, run_dir, step=_known(end.last_step, runs_script=runs_script))
 
 
-def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, last_step: int) -> events.WorkerFailed:
+def worker_failed(
+    end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, last_step: int, runs_script: bool
+) -> events.WorkerFailed:
     """Return an event for the failure of ``rank``, called ``name``, that ends the run.
 
     ``last_step``: the last step of the rank in its reports. Those that a dead worker has left may be of later steps
@@ -131,11 +133,16 @@ def worker_failed(end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, 
     """
     raised = bool(end.outcomes.failure(rank).traceback)
     step = end.outcomes.by_rank[rank].step if raised else last_step
-    failed = _event(events.WorkerFailed, end, rank, name, run_dir, step=step)
+    failed = _event(events.WorkerFailed, end, rank, name, run_dir, step=_known(step, runs_script=runs_script))
     return failed if failed.log_tail or raised else replace(failed, log_tail=log_tail(run_dir.log_file(rank)))
 
 
-def _event(kind: type[E], end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, step: int) -> E:
+def _known(step: int, *, runs_script: bool) -> int | None:
+    """Return a step of the run; None if a script has reported none."""
+    return None if runs_script and not step else step
+
+
+def _event(kind: type[E], end: GenerationEnd, rank: int, name: str, run_dir: RunDir, *, step: int | None) -> E:
     failure = end.outcomes.failure(rank)
     return kind(
         rank=rank,

@@ -35,9 +35,9 @@ class Verdicts:
         """End the run with the failure of ``rank``; ``why`` there is no recovery."""
         self._reports.finish_workers(end.outcomes)
         name, last_step = self._workers.name_of(rank), self._reports.telemetry.last_step.get(rank, 0)
-        failed = worker_failed(end, rank, name, self.spec.run_dir, last_step=last_step)
+        failed = worker_failed(end, rank, name, self.spec.run_dir, last_step=last_step, runs_script=self._runs_script)
         self._events.emit(failed)
-        what = f"{failed.display_name} failed at step {failed.step}: {failed.reason}"
+        what = f"{failed.what}: {failed.reason}"
         steps = self._workers.plan.steps
         saves = not self._runs_script and self.spec.config.saves
         if saves and end.last_step == steps and not self._checkpoints.why_missing(steps):

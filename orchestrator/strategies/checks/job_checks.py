@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from orchestrator.compat.modules import own_buffers
+from orchestrator.config.eval_splits import metric_prefix
 from orchestrator.config.schema import Config
 from orchestrator.config.text import did_you_mean, first_few, to_cli
 from orchestrator.job import Job, has_training_step
@@ -18,7 +19,7 @@ from orchestrator.state.model_state import saving_errors
 from orchestrator.strategies.checks.memory_plan import memory_notes
 from orchestrator.strategies.checks.optimizer_trials import check_whole_tensors, optimizer_errors
 from orchestrator.strategies.constructor import Outline, lazy_names
-from orchestrator.strategies.measure.metric_objects import metric_object_errors
+from orchestrator.strategies.measure.metric_objects import metric_object_errors, misspelled
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.training_step import training_step_errors
 from orchestrator.strategies.transforms.blocks import blocks_note
@@ -30,7 +31,11 @@ def check_job(rules: type[Rules[Any]], config: Config, job: Job, plan: Plan, err
     """Check what every strategy demands of a job, and what ``rules`` do; see :meth:`Rules.check`."""
     options, outline = rules.keys(config.strategy), Outline(job, config.train)
     trainer = rules.trainer(options, plan.mesh, job)
-    errors += metric_object_errors(job, config.train.eval_splits)
+    unusable = metric_object_errors(job, config.train.eval_splits)
+    errors += unusable
+    best, prefixes = config.checkpoint.best, {split: metric_prefix(split) for split in config.train.eval_splits}
+    if best is not None and not unusable and (meant := misspelled(job, prefixes, best)) is not None:
+        errors.append(f"checkpoint.best={best}: no evaluation reports it; did you mean {meant}?")
     if has_training_step(job):
         errors += training_step_errors(config, outline, supported=trainer.traits.runs_training_step)
         if not trainer.traits.runs_training_step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
@@ -143,6 +144,33 @@ def metric_object_errors(job: Job, splits: Collection[str]) -> list[str]:
     except JobError as e:
         return [str(e)]
     return []
+
+
+def misspelled(job: Job, prefixes: Mapping[str, str], metric: str) -> str | None:
+    """Return the metric of an object that ``metric`` means, if it differs in capitals only; None otherwise.
+
+    What :meth:`Job.metrics` and objects with several results report is not known before an evaluation.
+
+    Args:
+        prefixes: what the names of the metrics of each split begin with.
+        metric: the name that is asked for.
+    """
+    for prefix, objects in ((prefix, job.metric_objects(split)) for split, prefix in prefixes.items()):
+        for name, value in objects.items():
+            known = f"{prefix}{name}"
+            if known.lower() == metric.lower() and metric.removeprefix(prefix) not in objects and _is_one(value):
+                return known
+    return None
+
+
+def _is_one(value: Any) -> bool:
+    """Return whether an object without samples computes a number."""
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return not isinstance(value.compute(), Mapping)
+    except Exception:  # it needs samples
+        return False
 
 
 def _problem(value: Any) -> str | None:

@@ -360,9 +360,9 @@ def test_a_run_that_starts_from_another_one_is_steered_by_its_own_evaluations() 
     other, continued = steered(PlateauDigits())
     continued.load(state)
     other.restore(None, rank=0, world_size=1)
-    assert continued.lr == pytest.approx(LR / 4)
+    assert continued.group_lrs[0] == pytest.approx(LR / 4)
     add(other, 2)
-    assert continued.lr == pytest.approx(LR / 8)
+    assert continued.group_lrs[0] == pytest.approx(LR / 8)
 
 
 def test_what_cannot_be_is_refused() -> None:

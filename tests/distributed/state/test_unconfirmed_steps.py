@@ -223,7 +223,7 @@ def lost_without_replica(rank: int, case: Case, moment: str) -> tuple[int, Steps
             owner, name = {
                 "forward": (strategy.passes, "backward"),
                 "sums": (strategy.reduction, "finish"),
-                "update": (strategy, "confirm"),
+                "update": (strategy.hooks, "confirm"),
             }[moment]
             patch.setattr(owner, name, fail)
         with pytest.raises(AbandonedError):

@@ -28,6 +28,7 @@ from orchestrator.display.plain_text import duration, size, sparkline
 from orchestrator.display.report import errors_text, plan_table
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.protocol.events import (
+    ONLY_OWN,
     BestFound,
     CheckpointFailed,
     Event,
@@ -326,6 +327,8 @@ def test_verdicts(golden: Golden) -> None:
     failed = RunEnded(status="FAILED", exit_code=1, reason="a worker failed", summary={}, next_commands=("again",))
     waited = replace(failed, reason="waited too long for a GPU", next_commands=())
     begun = (STARTED, FORMED, point(38, 7, train__loss=1.0), StopRequested(time=START + 8, signal="SIGTERM"))
+    script = replace(STARTED, name="train", strategy="script", job="script", steps=0)
+    interrupted = StopRequested(time=START, signal="SIGINT")
     bubble = {"bubble_pct": 31.04, "bubble_theory_pct": 27.27, "timeline": "/runs/1/timeline.json"}
     texts = {
         "success": printed(STARTED, FORMED, *points, FINISHED),
@@ -343,6 +346,13 @@ def test_verdicts(golden: Golden) -> None:
         "failure after one that was healed": printed(STARTED, FORMED, FAILED, replace(FORMED, generation=2), waited),
         "stop with a checkpoint": printed(*begun, SAVED, KILLED),
         "stop without a checkpoint": printed(*begun, KILLED),
+        "a script without steps, stopped": printed(
+            script, replace(KILLED, reason="stopped by SIGINT while its script ran; " + ONLY_OWN)
+        ),
+        "a script without steps, stopped while it ran": printed(script, interrupted, KILLED),
+        "a script without steps, failed": printed(
+            script, replace(FAILED, step=None), replace(FINISHED, status="FAILED", reason="rank 1 failed: ValueError")
+        ),
         "stop before training": printed(STARTED, replace(KILLED, reason="stopped by SIGINT before training began")),
     }
     golden("console/verdicts", sections(texts))

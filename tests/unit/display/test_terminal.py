@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from orchestrator import cli
 from orchestrator.display.terminal import closing_interrupts, lasting_output
 
 
@@ -29,6 +30,14 @@ def test_what_is_buffered_at_the_end_is_dropped() -> None:
     with os.fdopen(here, "w") as stream, contextlib.redirect_stdout(stream), lasting_output():
         os.close(there)
         print("lost")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["schema"], ["runs", "--output-dir", "nowhere"]])
+def test_a_verb_whose_output_nobody_reads_ends_as_otherwise(words: list[str]) -> None:
+    there, here = os.pipe()
+    with os.fdopen(here, "w") as stream, contextlib.redirect_stdout(stream):
+        os.close(there)
+        assert cli.main(words) == 0
 
 
 def test_other_errors_of_a_stream_stay() -> None:

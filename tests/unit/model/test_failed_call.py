@@ -1,5 +1,7 @@
 """Errors in code of libraries: the call of the user's model or job that has led to each is named, with its inputs."""
 
+import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +55,35 @@ class Criterion(Losses):
 
 
 NESTED = nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.ReLU(), nn.Linear(5, 1)))
-X = torch.ones(8, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Losses):
+    def model(self) -> nn.Module:
+        return NESTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wide(Losses):
+    def model(self) -> nn.Module:
+        return nn.Linear(5, 1)
+
+
+X, BUILT, LINE = torch.ones(8, 2), Plain().model(), inspect.getsourcelines(Plain.model)[1]
 LINEAR = "Linear(in_features=5, out_features=1, bias=True), given float32 [8, 4]"
 WRONG = torch.ones(8, 3), torch.ones(8, 1)
 CASES: dict[str, tuple[Any, str]] = {
-    "a container": (lambda: NESTED(X), f"in 1.1: {LINEAR}"),
-    "below a method of the user": (lambda: Block()(X), f"; in body.2: {LINEAR}"),
+    "a container": (lambda: copy.deepcopy(NESTED)(X), f"in module '1.1': {LINEAR}"),
+    "a container of a job": (
+        lambda: BUILT(X),
+        f"in module '1.1' of Plain.model(), test_failed_call.py:{LINE}: {LINEAR}",
+    ),
+    "a model of a job": (lambda: Wide().model()(X), f"in Wide.model(), test_failed_call.py:{LINE + 6}: Linear("),
+    "a module of a job below a method of the user": (
+        lambda: Losses().model()(X),
+        f"else self.body(x); in module 'body.2' of Losses.model(): {LINEAR}",
+    ),
+    "below a method of the user": (lambda: Block()(X), f"; in module 'body.2': {LINEAR}"),
     "of another type": (lambda: nn.Linear(5, 1)(X.long()), f"in {LINEAR}".replace("float32 [8, 4]", "int64 [8, 2]")),
     "by a name": (lambda: nn.Bilinear(2, 2, 1)(X, input2=torch.ones(8, 3)), "given float32 [8, 2], float32 [8, 3]"),
     "that cannot be described": (lambda: Talkative(5, 1)(X), "in Talkative(), given float32 [8, 2]"),
@@ -69,7 +94,7 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "an attention": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)(torch.ones(1, 3, 5)),
-        "in layers.0.self_attn: ",
+        "in module 'layers.0.self_attn': ",
     ),
 }  # fmt: skip
 

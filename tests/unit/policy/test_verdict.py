@@ -56,3 +56,8 @@ def test_a_stopped_script_says_what_it_could_not_save() -> None:
         signal.SIGTERM, "SIGTERM", at_step=3, trained=True, runs_script=True, unsaved={1: "OSError: full"}
     )
     assert verdict.reason == "stopped by SIGTERM at step 3; what rank 1 was to save may be missing: OSError: full"
+
+
+def test_a_stopped_script_says_that_the_run_has_saved_nothing_of_it() -> None:
+    verdict = stopped(signal.SIGINT, "SIGINT", at_step=0, trained=True, runs_script=True)
+    assert verdict.reason == "stopped by SIGINT while its script ran; only what the script itself has saved is kept"

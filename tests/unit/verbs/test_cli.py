@@ -55,17 +55,23 @@ def test_every_verb_is_a_module_with_a_main(verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"),
+    ("words", "hint"),
     [
         ("comapre", "did you mean compare?"),
         ("batch_size", "did you mean batch-size?"),
-        ("zzz", "valid: batch-size, "),
         ("resume", "use resume=last, or resume=<run> (configuration keys"),
         ("continue", "use resume=last, "),
+        ("zzz", "valid: batch-size, "),
+        ("train", "to train a job, `orchestrator launch job=<name>`"),
+        ("fit blobs.py", "to run a script, `orchestrator torchrun blobs.py`; for a job in it, job=<module>.<class>"),
+        ("python blobs.py", "to run a script, `orchestrator torchrun blobs.py`"),
+        ("blobs.py", "to run a script, `orchestrator torchrun blobs.py`"),
+        ("shwo blobs.py", "did you mean show?"),
     ],
 )
-def test_an_unknown_verb_is_refused_with_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([word, "--last", "5"]) == 2
+def test_an_unknown_verb_is_refused_with_the_nearest(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    word, *rest = words.split()
+    assert cli.main([word, *rest, "--last", "5"]) == 2
     output = capsys.readouterr()
     assert f"orchestrator {word}: unknown verb; {hint}" in output.err
     assert not output.out

@@ -198,14 +198,14 @@ def test_show_tells_of_a_script_what_it_ran_and_no_steps_that_it_need_not_report
     tmp_path: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = {"job.script": "train.py", "job.args": "--lr 0.1"}
-    reason = "rank 0 failed at step 0: ValueError: x (train.py:3: main())"
+    reason = "rank 0 failed: ValueError: x (train.py:3: main())"
     summary = {"steps": 0, "startup_s": 3.0}
     script = make_run(
         tmp_path, "12-30-01-train", strategy="script", job="script", state="failed", params=params,
         reason=reason, summary=summary, started=0.0, ended=60.0,
     )  # fmt: skip
     journal = Journal(script)
-    failed = {"rank": 0, "display_name": "rank 0", "step": 0, "reason": "ValueError: x (train.py:3: main())"}
+    failed = {"rank": 0, "display_name": "rank 0", "step": None, "reason": "ValueError: x (train.py:3: main())"}
     journal.emit(WorkerFailed(**failed, traceback="", log="", log_tail=""))
     journal.emit(RunEnded(status="FAILED", exit_code=1, reason=reason, summary=summary))
     journal.close()
@@ -222,8 +222,29 @@ def test_show_finds_runs_by_path_name_and_last(output_dir: Path, capsys: pytest.
         assert "state       finished" in capsys.readouterr().out
     assert show.main(["--output-dir", str(output_dir)]) == 0
     assert "state       running, started 2h00m ago" in capsys.readouterr().out
-    assert show.main(["nothing", "--output-dir", str(output_dir)]) == 2
-    assert "nothing: no such run" in capsys.readouterr().err
+    for given, said in (("nothing", "nothing: no such run"), ("digits-dp", "did you mean digits-ddp? `orchestrator")):
+        assert show.main([given, "--output-dir", str(output_dir)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_show_takes_the_id_and_the_page_of_a_run_in_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uid = "0123456789abcdef" * 2
+    make_run(tmp_path, "12-30-01-digits-ddp", state="failed", mlflow_run_id=uid)
+    make_run(tmp_path, "12-31-01-digits-ddp", mlflow_run_id="f" * 32)
+    for given in (uid, f"http://127.0.0.1:5000/#/experiments/1/runs/{uid}?workflowType=machine_learning"):
+        assert show.main([given, "--output-dir", str(tmp_path)]) == 0
+        output = capsys.readouterr()
+        assert "state       failed" in output.out
+        assert not output.err
+    assert show.main(["e" * 32, "--output-dir", str(tmp_path)]) == 2
+
+
+def test_show_says_that_a_name_has_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = (make_run(tmp_path, f"{at}-digits-ddp") for at in ("12-30-01", "12-31-01"))
+    for given, noted in (("digits-ddp", True), (str(newer.path), False), (older.path.name, False), ("last", False)):
+        assert show.main([given, "--output-dir", str(tmp_path)]) == 0
+        note = f"note: several runs are called digits-ddp; this is the newest, after {older.location}\n"
+        assert capsys.readouterr().err == (note if noted else "")
 
 
 def test_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

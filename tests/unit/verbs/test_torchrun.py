@@ -84,6 +84,24 @@ def test_another_program() -> None:
         ("--nproc-per-node x t.py", "--nproc-per-node=x: expected"),
         ("--nnodes 0 t.py", "--nnodes=0: expected"),
         ("--nnodes 2 --nproc-per-node gpu t.py", "give a number"),
+        ("--num_processes 2 t.py", "--num_processes: no option of torchrun; use --nproc-per-node\n"),
+        ("--num-machines=2 t.py", "--num-machines: no option of torchrun; use --nnodes=2\n"),
+        ("--multi_gpu t.py", "--multi_gpu: no option of torchrun; leave it out, because --nproc-per-node says"),
+        ("--mixed_precision=fp16 t.py", "the script chooses its precision itself"),
+        ("--nproc_per_nod=2 t.py", "did you mean --nproc-per-node?"),
+        (
+            "--nproc-per-node=2 --max_restart=1 t.py",
+            "--max_restart: no option of torchrun; did you mean --max-restarts?",
+        ),
+        (
+            "--wandb t.py",
+            "--wandb: no option of torchrun; use tracking.sinks=[wandb]; options of torchrun stand before",
+        ),
+        (
+            "--lr=0.1 t.py",
+            "--lr: no option of torchrun; options of torchrun stand before the script, those of the script",
+        ),
+        ("--max-restarts=x t.py", "invalid int value: 'x'"),
     ],
 )
 def test_what_torchrun_would_not_take(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:

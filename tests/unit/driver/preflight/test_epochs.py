@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
 from orchestrator.config.epochs import Epochs
-from orchestrator.driver.preflight.epochs import in_steps
+from orchestrator.config.schema import Config
+from orchestrator.driver.preflight.epochs import few_evaluations, in_steps
 from orchestrator.job import Job
 from orchestrator.strategies import registry
 
@@ -39,13 +41,17 @@ class Endless(IterableDataset[Any]):
             yield torch.zeros(64), torch.zeros((), dtype=torch.long)
 
 
-def resolved(job: Job, *words: str) -> tuple[int, int, int]:
-    """Return the steps of a run with batches of 4, of its evaluations and of its checkpoints."""
+def configured(words: Sequence[str]) -> Config:
     errors: list[str] = []
     config, _ = compose(["train.global_batch_size=4", *words], errors, registry.config_class)
     if config is None:
         raise ConfigError(errors)
-    found = in_steps(config, job)
+    return config
+
+
+def resolved(job: Job, *words: str) -> tuple[int, int, int]:
+    """Return the steps of a run with batches of 4, of its evaluations and of its checkpoints."""
+    found = in_steps(configured(words), job)
     return found.train.steps, found.train.eval_every, found.checkpoint.every
 
 
@@ -62,6 +68,30 @@ def resolved(job: Job, *words: str) -> tuple[int, int, int]:
 )
 def test_epochs_become_the_fewest_steps_that_reach_their_end(words: list[str], expected: tuple[int, int, int]) -> None:
     assert resolved(Samples(), *words) == expected
+
+
+BEST, ONLY = "checkpoint.best=val/loss", "checkpoint.best=val/loss has one evaluation to choose from"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["train.epochs=3", BEST], "no less than the 8 steps; set train.eval_every='1 epoch'"),
+        (["train.epochs=1", BEST], "no less than the 3 steps; set train.eval_every=1"),
+        (
+            ["train.steps=50", BEST, "train.stop_after=2"],
+            "train.eval_every=100 is no less than the 50 steps; set train.eval_every=5",
+        ),
+        (["train.steps=101", BEST], None),
+        (["train.epochs=3"], None),
+        (["train.epochs=3", BEST, "train.eval_every=1 epoch"], None),
+        (["train.epochs=3", BEST, "train.eval_every=0"], None),
+        (["train.steps=1", BEST], None),
+    ],
+)
+def test_a_best_among_one_evaluation_is_noted(words: list[str], remedy: str | None) -> None:
+    found = few_evaluations(in_steps(configured(words), Samples()))
+    assert found is None if remedy is None else found is not None and found.startswith(ONLY) and found.endswith(remedy)
 
 
 def test_steps_on_the_command_line_win_over_epochs_in_a_file(tmp_path: Any) -> None:

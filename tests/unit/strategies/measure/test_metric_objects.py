@@ -17,7 +17,13 @@ from torch import Tensor
 
 from helpers.files.golden import Golden
 from helpers.jobs.toys import Toy
-from orchestrator.strategies.measure.metric_objects import MetricObjects, metric_object_errors, pickled, unpickled
+from orchestrator.strategies.measure.metric_objects import (
+    MetricObjects,
+    metric_object_errors,
+    misspelled,
+    pickled,
+    unpickled,
+)
 from orchestrator.user_code.errors import JobError
 
 Pair = tuple[Any, Any]
@@ -174,6 +180,22 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
 ) -> None:
     (error,) = metric_object_errors(Measured(make=make), ["val"])
     assert error.startswith(f"job.metric_objects: {message}")
+
+
+@pytest.mark.parametrize(
+    ("metric", "meant"),
+    [
+        ("val/f1", "val/F1"),
+        ("val/F1", None),
+        ("val/several", None),
+        ("val/needing", None),
+        ("val/other", None),
+        ("test/f1", None),
+    ],
+)
+def test_a_metric_in_other_capitals_is_known_before_an_evaluation(metric: str, meant: str | None) -> None:
+    make = {"F1": lambda: Seen(0.5), "Several": lambda: Seen({"several": 1.0}), "Needing": Seen}
+    assert misspelled(Measured(make=make), {"val": "val/"}, metric) == meant
 
 
 def test_an_object_that_is_kept_would_count_twice(golden: Golden) -> None:
