@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class _Reference:
     def header(self) -> dict[str, Any]:
         """Return what all ranks have to know of it, as JSON."""
         buffers = [[name, *_likeness(buffer)] for name, buffer in self.passed.buffers.items()]
-        return {"drew": self.passed.drew, "buffers": buffers}
+        return {"watched": self.passed.drew or bool(self.passed.dtypes), "buffers": buffers}
 
 
 class _Comparison:
@@ -163,10 +163,10 @@ class _Comparison:
         self._trainer.hooks.confirm()
         if isinstance(answer, str):
             return self._note(answer)
-        sums = self._passes(batches, drew=answer["drew"])
+        sums, dtypes = self._passes(batches, watched=answer["watched"])
         gradients = self._exchange.compared()
         buffers = self._buffers_apart(answer["buffers"], None if reference is None else reference.passed.buffers)
-        ranks = self._gathered({"buffers": buffers, **sums})
+        ranks = self._gathered({"buffers": buffers, "dtypes": dtypes, **sums})
         self._begin()
         if reference is None:
             text, note = self._exchange.follow()
@@ -208,8 +208,14 @@ class _Comparison:
             return "its loss or its gradient is not finite"
         return _Reference(undivided=undivided, passed=passed)
 
-    def _passes(self, batches: Batches, *, drew: bool) -> dict[str, dict[str, float]]:
-        """Make the passes of this rank, and leave its gradients and buffers in place. Return its part of the figures.
+    def _passes(self, batches: Batches, *, watched: bool) -> tuple[dict[str, dict[str, float]], list[str]]:
+        """Make the passes of this rank, and leave its gradients and buffers in place.
+
+        Args:
+            watched: whether random numbers are replaced, and the types of results seen.
+
+        Returns:
+            This rank's part of the figures, and the 16-bit types in which it has computed something.
 
         Raises:
             JobError: they fail, although those of the whole model do not.
@@ -219,9 +225,10 @@ class _Comparison:
         def read() -> list[Any]:
             return [batch if trainer.traits.reads_data else None for batch in batches.of(own)]
 
+        numbers = ExpectedNumbers(communicates=True)
         train: dict[str, float] = {}
         try:
-            with ExpectedNumbers(communicates=True) if drew else contextlib.nullcontext():
+            with numbers if watched else contextlib.nullcontext():
                 evaluation = sums_of(trainer.evaluate(read()[0], batches.rows))
                 self._begin()
                 loss_sum, weight, norm = trainer.pass_once(read(), batches)
@@ -239,7 +246,7 @@ class _Comparison:
                 f"{trainer.divided_by}: the model fails as the workers compute it ({reason}), and not on one worker. "
                 f"{trainer.remedy}"
             ) from e
-        return {"train": train, EVALUATION: evaluation}
+        return {"train": train, EVALUATION: evaluation}, [str(dtype).removeprefix("torch.") for dtype in numbers.dtypes]
 
     def _buffers_apart(
         self, listed: Sequence[tuple[str, Sequence[int], str]], expected: Mapping[str, Tensor] | None
@@ -283,7 +290,8 @@ class _Comparison:
         if not apart:
             return None, None
         try:
-            apart, drawn = self._beyond_rounding(reference, batches, apart)
+            dtypes = {getattr(torch, name) for rank in ranks for name in rank["dtypes"]}
+            apart, drawn = self._beyond_rounding(reference, batches, apart, dtypes)
         except CutShortError as e:
             return None, str(e)
         note = "it draws random numbers, so only what does not depend on them was" if drawn else None
@@ -304,17 +312,20 @@ class _Comparison:
         return text, None
 
     def _beyond_rounding(
-        self, reference: _Reference, batches: Batches, apart: Sequence[Apart]
+        self, reference: _Reference, batches: Batches, apart: Sequence[Apart], dtypes: Collection[torch.dtype]
     ) -> tuple[list[Apart], bool]:
-        """Return what differs by more than rounding, or random numbers, explain, and whether there are such numbers."""
+        """Return what differs by more than rounding, or random numbers, explain, and whether there are such numbers.
+
+        ``dtypes``: the 16-bit types in which ranks compute. What only one worker computes in them is not rounding.
+        """
 
         def changes(**how: Any) -> list[float]:
             passed = reference.undivided.passed(batches, **how)
             return [apart_from(reference.passed, passed, one) for one in apart]
 
         drawn = changes(seed=self._seed + 1)
-        dtypes = [*self._trainer.compared_dtypes, *reference.passed.dtypes]
-        unit = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+        both = [*self._trainer.compared_dtypes, *(dtype for dtype in reference.passed.dtypes if dtype in dtypes)]
+        unit = max(torch.finfo(dtype).eps for dtype in both) / 2
         rounded = [changes(seed=self._seed, rounding=unit * (1 + number)) for number in range(ROUNDINGS)]
         least = FACTOR * unit if unit > TOLERANCE else 0.0  # sums in 16 bits round, whatever the weights are
         limits = [
