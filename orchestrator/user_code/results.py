@@ -92,8 +92,9 @@ def built(module: Any) -> Built | None:
 
 def _note_modules(model: Any, method: str, function: Any) -> None:
     code = getattr(inspect.unwrap(function), "__code__", None)
-    is_own = code is not None and is_of_user(code.co_filename)
-    line = f"{Path(code.co_filename).name}:{code.co_firstlineno}" if is_own else ""
+    line = ""
+    if code is not None and is_of_user(code.co_filename):
+        line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     _built.update((module, Built(name, method, line)) for name, module in model.named_modules())
 
 
