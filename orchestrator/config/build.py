@@ -155,7 +155,8 @@ def _nearest_key(name: str, data: Mapping[str, Any], fields: Iterable[str], path
         return f"in a file, write `{section}: {{{key}: ...}}`"
     value = data[name]
     inside = dict(value) if isinstance(value, Mapping) else {}
-    for word, given in (*inside.items(), (name, value)):
+    joined = {f"{name}_{word}": given for word, given in inside.items()}
+    for word, given in (*joined.items(), *inside.items(), (name, value)):
         below = [_join(path, f"{section}.{word}") for section in fields if word in _names(data.get(section))]
         if below:
             remedy = next(filter(None, (instead_of_value(key, given) for key in below)), None)
