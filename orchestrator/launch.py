@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from orchestrator.config.synonyms import instead_of_override
 from orchestrator.config.text import did_you_mean
 from orchestrator.display.terminal import lasting_output
 from orchestrator.verb_options import add_files, file_words
-from orchestrator.verb_outcome import outcome
+from orchestrator.verb_outcome import outcome, spare_garbage_search
 
 HELP_OPTIONS = ("-h", "--help")
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
@@ -39,17 +38,11 @@ CHECK_OPTION = "--check"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb with the arguments ``argv`` (default: ``sys.argv[1:]``); returns the exit code."""
-    atexit.register(_spare_garbage_search)
+    atexit.register(spare_garbage_search)
     redactor = Redactor.of_process()
     words = list(sys.argv[1:] if argv is None else argv)
     with lasting_output():
         return outcome("launch", lambda: _launch(words, redactor), redactor)
-
-
-def _spare_garbage_search() -> None:
-    """Keep the interpreter from searching torch's objects for garbage at its end, which takes a second."""
-    if "triton" not in sys.modules:  # triton reports each of its objects that are not collected as a leak
-        gc.freeze()
 
 
 class _Parser(argparse.ArgumentParser):

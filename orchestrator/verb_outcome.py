@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,3 +41,12 @@ def outcome(
         except Exception:
             traceback.print_exc()  # here, because the interpreter would print it unmasked
             return FAILED
+
+
+def spare_garbage_search() -> None:
+    """Keep the interpreter from searching torch's objects for garbage at its end, which takes a second.
+
+    It is not in the module that Python runs, of which a debugger forgets the names before the end.
+    """
+    if "triton" not in sys.modules:  # triton reports each of its objects that are not collected as a leak
+        gc.freeze()

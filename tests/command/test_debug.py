@@ -96,7 +96,7 @@ def test_a_debugger_stops_where_it_is_asked_to_and_where_an_error_was_raised(
     terminal.until("(Pdb) ")
     assert terminal.ask("answer") == "42"
     terminal.type("q\n")
-    end = terminal.until("next: ")
+    end = terminal.until("run directory: ")
     assert "failed: rank 0 at step 3: KeyError: 'label' (debugged_job.py:" in end
     assert terminal.exit_code() == 1
     (run,) = tmp_path.glob("outputs/*/*/run.json")
@@ -110,7 +110,7 @@ def test_the_end_of_the_debugger_is_the_end_of_the_run(tmp_path: Path, terminals
     terminals.append(terminal)
     terminal.until("(Pdb) ")
     terminal.type("q\n")
-    assert "stopped by `q` in the debugger" in terminal.until("next: ")
+    assert "stopped by `q` in the debugger" in terminal.until("run directory: ")
     assert terminal.exit_code() == 130
 
 

@@ -121,8 +121,8 @@ def command_line(overrides: Sequence[str], redactor: Redactor, *, job: str = "",
     This is a command line for where the user types. A ``job`` that was passed as an object has none, so
     that a call in Python starts it.
     """
-    *_, last = [None, *(o for o in overrides if o.startswith("resume="))]
-    kept = [masked(o, redactor) for o in overrides if o == last or not o.startswith("resume=")]
+    *_, last = [-1, *(number for number, o in enumerate(overrides) if o.startswith("resume="))]
+    kept = [masked(o, redactor) for n, o in enumerate(overrides) if n == last or not o.startswith("resume=")]
     if job:
         return f"orchestrator.run({', '.join([redactor.text(job), *map(repr, kept)])})"
     return shlex.join(origin.relaunch(kept))

@@ -308,6 +308,8 @@ def test_the_command_of_a_run_can_be_typed_again() -> None:
         f"python -m orchestrator.launch strategy=ddp 'tracking.uri=http://{MASK}@h' 'job.path=a b' resume=/r"
     )
     assert command_line(["strategy=ddp"], Redactor()) == "python -m orchestrator.launch strategy=ddp"
+    twice = ["resume=/runs/a", "strategy=ddp", "resume=/runs/a"]
+    assert command_line(twice, Redactor()) == "python -m orchestrator.launch strategy=ddp resume=/runs/a"
 
 
 def test_a_run_whose_driver_was_killed_can_be_resumed(tmp_path: Path) -> None:
