@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from orchestrator.strategies.rules import Rules
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(PRESETS, "presets.product"),
+    **dict.fromkeys(PRESETS, "presets"),
     "dp": "replicated.dp",
     "hogwild": "asynchronous.hogwild",
     "locked_sgd": "asynchronous.hogwild",

@@ -1,1 +1,0 @@
-"""The strategies that are products of the dimensions of a mesh: their names, keys and layouts."""
