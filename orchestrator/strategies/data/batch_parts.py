@@ -122,8 +122,10 @@ def warning_about_parts(
 
     def loss_of(outputs: Sequence[Any], parts: Sequence[BatchPart]) -> Tensor:
         with precision.autocast():
-            if len(parts) == 1 and division.synchronous:
-                far_apart.append(_losses_far_apart(job, outputs[0], parts[0].target, loss, rows=len(items)))
+            if len(parts) == 1 and division.synchronous and not far_apart:
+                far_apart.append(
+                    _losses_far_apart(job, outputs[0], parts[0].target, loss, rows=len(items), tolerance=far)
+                )
             return loss(outputs, parts)
 
     def run(number: int, seed: int, *, in_turn: bool = False, mixed: bool = False) -> Passed:
@@ -169,12 +171,11 @@ def warning_about_parts(
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
             return not_compared(division, " ".join(error_text(e).split())[:300])
     losses = (float(whole.loss), float(differing[0].loss)) if differing else None
-    limited = next((f for f in far_apart if f is not None and abs(f[0] - f[1]) > far * abs(f[0])), None)
     return text_of(
         division,
         samples=len(items),
         losses=losses,
-        far_apart=None if losses or changed or gradients else limited,
+        far_apart=None if losses or changed or gradients else next(iter(far_apart), None),
         gradients=gradients,
         changed=changed,
         parameters=bool({name for name, _ in model.named_parameters()}.intersection(changed)),
@@ -182,11 +183,12 @@ def warning_about_parts(
 
 
 def _losses_far_apart(
-    job: Job, output: Any, target: Any, loss: LossOfParts, *, rows: int
+    job: Job, output: Any, target: Any, loss: LossOfParts, *, rows: int, tolerance: float
 ) -> tuple[float, float] | None:
     """Return the loss of a batch of which one half has a small loss and the other a large one, and that of its halves.
 
-    None if the output and the target have not a row for each sample, or the losses are not finite.
+    None if they are equal up to ``tolerance``, or if that cannot be told: the output and the target have not a row for
+    each sample, or the losses are not finite, or draw random numbers.
     """
     half = rows // 2
     if not has_row_per_sample((output, target), rows):
@@ -205,10 +207,12 @@ def _losses_far_apart(
         with torch.enable_grad():
             moved = unequal(lambda whole: of(whole, (0, rows)), output, lambda tree: rows_between(tree, 0, half))
         with torch.no_grad():
-            found = float(of(moved, (0, rows))), float(of(moved, (0, half), (half, rows)))
+            found, again = (float(of(moved, (0, rows))) for _ in range(2))
+            of_halves = float(of(moved, (0, half), (half, rows)))
     except Exception:  # the job may take other outputs than its model has, such as probabilities
         return None
-    return found if all(map(math.isfinite, found)) else None
+    is_known = found == again and math.isfinite(of_halves)  # not so of NaN
+    return (found, of_halves) if is_known and abs(found - of_halves) > tolerance * abs(found) else None
 
 
 def by_keys(strategy: str, **numbers: int) -> str:

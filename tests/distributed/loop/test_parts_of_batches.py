@@ -14,7 +14,7 @@ from orchestrator.config.schema import StrategyConfig
 JOBS = {name: job for name, (job, _, _) in DEPEND.items()} | {
     name: EQUAL[name]
     for name in EQUAL
-    if name not in ("dropout", "random numbers", "Python's random numbers", "BatchNorm")
+    if name not in ("dropout", "random numbers", "Python's random numbers", "BatchNorm", "a loss that draws")
 }
 
 

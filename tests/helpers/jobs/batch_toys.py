@@ -133,6 +133,10 @@ def each_limited(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target, reduction="none").clamp(max=5.0).mean()
 
 
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target) * (1 + random.random())
+
+
 def of_probabilities(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy(output.softmax(1), nn.functional.one_hot(target, 4).float())
 
@@ -178,6 +182,7 @@ difference."""
 EQUAL: dict[str, Job] = {
     "plain": OfBatches(),
     "losses that are limited": OfBatches(loss_of=each_limited),
+    "a loss that draws": OfBatches(loss_of=noisy),
     "probabilities": OfBatches(loss_of=of_probabilities),
     "dropout": OfBatches(middle=nn.Dropout),
     "random numbers": OfBatches(middle=RandomDepth),
