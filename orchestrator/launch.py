@@ -25,7 +25,6 @@ from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTI
 from orchestrator.config.redact import Redactor
 from orchestrator.config.synonyms import instead_of_override
 from orchestrator.config.text import did_you_mean
-from orchestrator.display.terminal import lasting_output
 from orchestrator.verb_options import add_files, file_words
 from orchestrator.verb_outcome import outcome, spare_garbage_search
 
@@ -41,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(spare_garbage_search)
     redactor = Redactor.of_process()
     words = list(sys.argv[1:] if argv is None else argv)
-    with lasting_output():
-        return outcome("launch", lambda: _launch(words, redactor), redactor)
+    return outcome("launch", lambda: _launch(words, redactor), redactor)
 
 
 class _Parser(argparse.ArgumentParser):
