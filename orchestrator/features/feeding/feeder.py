@@ -21,7 +21,7 @@ from orchestrator.config.eval_splits import TRAIN
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.features.feeding.feed import Feed, Request, Share, Source, failure_of
-from orchestrator.features.feeding.rows import Reading, Rows, is_dataset
+from orchestrator.features.feeding.rows import Reading, Rows
 from orchestrator.features.feeding.streams import Stream
 from orchestrator.job import Job
 from orchestrator.protocol.messages import WorkerEnvironment
@@ -29,6 +29,7 @@ from orchestrator.strategies.data.columns import joined
 from orchestrator.strategies.data.datasets import (
     DatasetError,
     check_dataset,
+    is_of_ray,
     is_stream,
     known_length,
     needs_feeder,
@@ -129,7 +130,7 @@ class Feeder:
             with self._lock:
                 dataset = self._open(split)
                 if needs_feeder(dataset):
-                    return About(is_fed=True, length=ray_data.known_count(dataset) if is_dataset(dataset) else None)
+                    return About(is_fed=True, length=ray_data.known_count(dataset) if is_of_ray(dataset) else None)
                 is_missing = dataset is None and split != "train"
                 if not is_missing:
                     check_dataset(dataset, split=split)

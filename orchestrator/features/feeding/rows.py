@@ -24,7 +24,7 @@ from orchestrator.compat.generators import drawing
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.window import Blocks, Chunk, Window, shuffled
 from orchestrator.strategies.data.columns import Columns, joined
-from orchestrator.strategies.data.datasets import DatasetError, mix
+from orchestrator.strategies.data.datasets import DatasetError, is_of_ray, mix
 from orchestrator.user_code.errors import error_text
 from orchestrator.user_code.own_errors import OwnError
 from orchestrator.worker.data.data_loader import DataError
@@ -198,9 +198,7 @@ class Rows:
         rows = joined([part.load(ray_data.columns) for part in window.parts(number, number + count)])
         return digest(rows) == str(wanted)
 
-    def _chunks(
-        self, epoch: int, row: int, *, skips: bool | Literal["if known"]
-    ) -> Generator[tuple[int, Chunk], None, None]:
+    def _chunks(self, epoch: int, row: int, *, skips: Skips) -> Generator[tuple[int, Chunk], None, None]:
         """Yield the chunks of an epoch with the number of their first row; the first one may begin before ``row``."""
         window, limit = self._reading.window, self._reading.limit
         if limit is not None:
@@ -256,10 +254,10 @@ class Rows:
         where = f"job.dataset({self._reading.split!r})"
         with ray_data.in_order(), drawing(mix(self._reading.seed, self._reading.split, epoch)):
             dataset = self._open()
-            if not is_dataset(dataset):
+            if not is_of_ray(dataset):
                 takes_epoch = bool(inspect.signature(dataset).parameters)
                 dataset = dataset(epoch) if takes_epoch else dataset()
-            if not is_dataset(dataset):
+            if not is_of_ray(dataset):
                 raise DatasetError(
                     f"{where} returns a function that makes a {type(dataset).__name__}; let it make a ray.data.Dataset"
                 )
@@ -290,8 +288,3 @@ def task_error(split: str, error: BaseException) -> DataError:
         file, line, code = frames[-1]
         found.own_error = OwnError(place=f"{Path(file).name}:{line}: {code.strip()}", frames="", comes_again=True)
     return found
-
-
-def is_dataset(value: Any) -> bool:
-    """Return whether a value is a ``ray.data.Dataset``, which is imported only by whoever makes one."""
-    return type(value).__module__.startswith("ray.data.")

@@ -55,9 +55,14 @@ SAMPLES_OF: dict[str, Sequence[Any] | str] = {}
 """By split, what a forked process knows of data that it cannot read: samples, or why there are none."""
 
 
+def is_of_ray(value: Any) -> bool:
+    """Return whether a value is a ``ray.data.Dataset``, which is imported only by whoever makes one."""
+    return type(value).__module__.startswith("ray.data.")
+
+
 def needs_feeder(dataset: Any) -> bool:
     """Return whether tasks of a cluster read the data: a dataset of Ray Data, or a function that makes one."""
-    if type(dataset).__module__.startswith("ray.data."):
+    if is_of_ray(dataset):
         return True
     has_samples = any(hasattr(dataset, name) for name in ("__iter__", "__getitem__"))
     return callable(dataset) and not isinstance(dataset, type) and not has_samples
