@@ -120,6 +120,16 @@ class RowJob(Job):
             return ray_data().read_images(self.folder).map_batches(seen)
         if split == "val":
             return made(f"{self.folder}/0.parquet")
+        if self.kind == "sieved":
+            return made(self.folder).filter(lambda row: True)
+        if self.kind == "narrowed":
+            return narrowed(self.folder)
+        if self.kind == "arrow":
+            return ray_data().from_arrow(tables(self.folder)).map_batches(joined)
+        if self.kind == "schemas":
+            return ray_data().from_arrow(tables(self.folder)).map_batches(of_two_types)
+        if self.kind == "types":
+            return ray_data().from_arrow([table[:30] for table in other_types(self.folder)])
         if self.kind == "function":
             return lambda epoch: made(self.folder)
         if self.kind == "dying":
@@ -202,6 +212,24 @@ def made(path: str) -> Any:
     return ray_data().read_parquet(path).map_batches(joined)
 
 
+def narrowed(path: str) -> Any:
+    """The rows with ``y`` above 0, chosen by the reader of parquet."""
+    from pyarrow import compute
+
+    return ray_data().read_parquet(path, filter=compute.field("y") > 0)
+
+
+def tables(folder: str) -> list[Any]:
+    from pyarrow import parquet
+
+    return [parquet.read_table(file) for file in sorted(Path(folder).glob("*.parquet"))]
+
+
+def other_types(folder: str) -> list[Any]:
+    first, second, *_ = tables(folder)
+    return [first, second.set_column(0, "x0", second["x1"].cast("float64"))]
+
+
 def endless() -> Any:
     """A source with one task, which never ends."""
     import pyarrow as pa
@@ -228,6 +256,11 @@ def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
         Path(mark).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return batch
+
+
+def of_two_types(batch: dict[str, Any]) -> dict[str, Any]:
+    """The first block has numbers, and the others have words."""
+    return {"x0": batch["x0"] if batch["x0"][0] == columns()["x0"][0] else batch["x0"].astype(str)}
 
 
 def failing(batch: dict[str, Any]) -> dict[str, Any]:
