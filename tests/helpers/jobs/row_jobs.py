@@ -97,12 +97,16 @@ class InWindows(InOrder):
 
 @dataclass(frozen=True, kw_only=True)
 class RowJob(Job):
-    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies."""
+    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies.
+
+    ``pause_ms``: before each loss of training, until there is a file ``until``.
+    """
 
     folder: str = ""
     kind: str = "stream"
     mark: str = ""
     pause_ms: float = 0.0
+    until: str = ""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -157,7 +161,7 @@ class RowJob(Job):
         return model(inputs["x"])
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
-        if self.pause_ms and torch.is_grad_enabled():
+        if self.pause_ms and torch.is_grad_enabled() and not (self.until and Path(self.until).exists()):
             time.sleep(self.pause_ms / 1e3)
         return F.cross_entropy(output, target["y"])
 
