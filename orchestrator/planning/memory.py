@@ -36,8 +36,8 @@ class ParameterSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The number of workers that the rows of each parameter, of its gradient and of its optimizer state are divided
-    over, the number of workers that all parameters are, and whether all of that is in host memory."""
+    """The number of workers over which the rows of each parameter, gradient and optimizer state are divided, the
+    number of workers over which all parameters are, and whether all of that is in host memory."""
 
     parameters: int = 1
     gradients: int = 1

@@ -1,4 +1,4 @@
-"""How the part of each rank ended, which failure came first, and those that the driver finds itself. Pure."""
+"""How the part of each rank ended, the first failure, and failures that the driver finds itself. Pure."""
 
 from __future__ import annotations
 
