@@ -47,7 +47,7 @@ class Division:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Division:
-        """Return that of strategies that divide all alike: over the shards and the stages of ``mesh``."""
+        """Return the same division for all tensors: over the shards and the stages of ``mesh``."""
         shards = mesh.num_shards
         return cls(parameters=shards, gradients=shards, optimizer=shards, stages=mesh.pipeline)
 

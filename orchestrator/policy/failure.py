@@ -82,7 +82,7 @@ class Outcomes:
 
     @property
     def left_by(self) -> str:
-        """Why the others may wait in vain for the ranks that are :attr:`done`, of which there are some."""
+        """Why the others may wait in vain for the ranks that are :attr:`done`. There is at least one."""
         ranks = first_few([f"rank {rank}" for rank in sorted(self.done)])
         return f"{ranks} ended without an error before, so the ranks disagree on when to end"
 
