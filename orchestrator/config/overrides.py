@@ -102,7 +102,7 @@ def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
 
 
 def choosing(words: Sequence[str], *keys: str) -> list[str]:
-    """Return of ``words`` those that choose valid files, and those that set single values of keys that begin so."""
+    """Return the ``words`` that choose valid files, or that set a single key whose name begins with one of ``keys``."""
     files = Files.of(words)
     valid = (o for o in parse(words, []) if not o.is_sweep_override() and not group_error(o, files))
     lines = (str(o.input_line) for o in valid if files.is_group(o.key_or_group) or o.key_or_group.startswith(keys))
