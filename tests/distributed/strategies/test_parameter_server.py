@@ -39,9 +39,7 @@ from orchestrator.strategies.keys import ParameterServerConfig
 
 
 def server(num_servers: int = 2, **changes: Any) -> ParameterServerConfig:
-    return options_of(
-        "parameter_server", **{"num_workers": 2, "num_shards": num_servers, "max_staleness": 1, **changes}
-    )
+    return options_of("parameter_server", **{"num_workers": 2, "num_shards": num_servers, **changes})
 
 
 def run(gang: Gang, case: Case, workers: int, servers: int, function: Any = train, **changes: Any) -> list[Any]:
@@ -195,41 +193,28 @@ def figures_after(rank: int, case: Case) -> dict[str, float]:
 def test_bytes_are_those_of_the_parameters(gang: Gang) -> None:
     case = Case(job=Toy(), train=having(global_batch_size=20, steps=5))
     size_bytes = sum(t.nbytes for t in job_model(Toy()).values())
-    whole, half = (run(gang, case, 2, 2, figures_after, compression=c)[0] for c in ("none", "bf16"))
+    metrics = run(gang, case, 2, 2, figures_after)[0]
     overhead = 8 * 16 * 2  # headers and alignment
-    assert size_bytes <= whole["parameter_server/bytes_sent_per_step"] <= size_bytes + overhead
-    assert size_bytes / 2 <= half["parameter_server/bytes_sent_per_step"] <= size_bytes / 2 + overhead
-    for metrics in (whole, half):
-        assert size_bytes <= metrics["parameter_server/bytes_received_per_step"] <= size_bytes + overhead
-        assert 0 <= metrics["parameter_server/wait_pct"] <= 100
-
-
-def test_compressed_gradients_stay_close(gang: Gang) -> None:
-    case = Case(job=digits(), train=having(global_batch_size=24))
-    exact, half = (losses(run(gang, case, 2, 2, compression=c)) for c in ("none", "bf16"))
-    assert not torch.equal(exact, half)
-    torch.testing.assert_close(half, exact, rtol=0.02, atol=0)
+    for way in ("sent", "received"):
+        assert size_bytes <= metrics[f"parameter_server/bytes_{way}_per_step"] <= size_bytes + overhead
+    assert 0 <= metrics["parameter_server/wait_pct"] <= 100
 
 
 # Asynchronous -------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("consistency", ["async", "stale"])
 @pytest.mark.parametrize("job", [digits(), AdamDigits(hidden=24)], ids=["sgd", "adamw"])
-def test_one_worker_is_alone_however_it_is_served(gang: Gang, job: Any, consistency: str) -> None:
+def test_one_worker_is_alone_however_it_is_served(gang: Gang, job: Any) -> None:
     case = Case(job=job, train=having(global_batch_size=24, clip_norm=0.5))
     (alone,) = gang.run(train, replace(case, options=DDP_OPTIONS), world_size=1)
-    ranks = run(gang, case, 1, 2, consistency=consistency)
+    ranks = run(gang, case, 1, 2, consistency="async")
     torch.testing.assert_close(losses(ranks), losses([alone]), rtol=ADAMW, atol=0)
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("consistency", ["async", "stale"])
 @pytest.mark.parametrize("job", [digits(lr=0.02), AdamDigits(hidden=24), SPARSE], ids=["sgd", "adamw", "sparse"])
-def test_all_end_with_one_model_and_it_learns(gang: Gang, job: Any, consistency: str) -> None:
+def test_all_end_with_one_model_and_it_learns(gang: Gang, job: Any) -> None:
     case = Case(job=job, train=having(global_batch_size=32, steps=40))
-    ranks = run(gang, case, 3, 1, to_the_end, consistency=consistency)
+    ranks = run(gang, case, 3, 1, to_the_end, consistency="async")
     for seen, _ in ranks[:3]:
         assert_same(seen.model, ranks[0][0].model)
     curve = losses([seen for seen, _ in ranks])
@@ -260,17 +245,7 @@ def after(lead: int | None, results: Any, rank: int, step: int, last: int) -> An
     return next(results)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_no_worker_exceeds_the_staleness_bound(gang: Gang, max_staleness: int) -> None:
-    case = Case(job=Toy(), train=having(global_batch_size=20, steps=15))
-    case = replace(case, options=server(2, consistency="stale", max_staleness=max_staleness))
-    ranks = gang.run(to_the_end, case, max_staleness, world_size=4)
-    for _, metrics in ranks[2:]:
-        assert metrics["async/steps_ahead_max"] == max_staleness
-    assert ranks[1][1]["parameter_server/wait_pct"] > 0
-
-
-def test_without_a_bound_a_worker_leads_and_the_updates_of_others_are_counted(gang: Gang) -> None:
+def test_a_worker_leads_and_the_updates_of_others_are_counted(gang: Gang) -> None:
     options = server(1, consistency="async")
     case = Case(job=Toy(), train=having(global_batch_size=20, steps=15), options=options)
     _, metrics = gang.run(to_the_end, case, 5, world_size=3)[2]
@@ -317,7 +292,7 @@ def test_to_ddp_and_back_on_the_same_curve(gang: Gang, job: Any) -> None:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("consistency", ["sync", "async", "stale"])
+@pytest.mark.parametrize("consistency", ["sync", "async"])
 @pytest.mark.parametrize("job", [AdamDigits(hidden=24), SPARSE], ids=["adamw", "sparse"])
 def test_what_is_saved_is_what_is_loaded(gang: Gang, job: Any, consistency: str) -> None:
     case = Case(job=job, train=having(global_batch_size=24))

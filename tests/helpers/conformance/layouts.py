@@ -26,7 +26,7 @@ from orchestrator.strategies.keys import MeshConfig
 SGD, ADAMW = 1e-5, 1e-4
 
 MODEL_PARALLEL = options_of("model_parallel", num_workers=2)
-PARAMETER_SERVER = options_of("parameter_server", num_workers=2, num_shards=2, consistency="sync", max_staleness=1)
+PARAMETER_SERVER = options_of("parameter_server", num_workers=2, num_shards=2, consistency="sync")
 SHARDED_DDP = replace(DDP, shard_optimizer=True)
 FSDP = options_of("fsdp", num_workers=2)
 HSDP = options_of("hsdp", num_workers=4, shard_size=2)
