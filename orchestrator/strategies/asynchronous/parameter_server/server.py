@@ -215,7 +215,7 @@ class Server(Strategy):
     def _continue_from(self, step: int) -> None:
         self._step = step
         self._applied = dict.fromkeys(self._workers, step)  # the last step of each worker that has been applied
-        self._max_lead = 0
+        self._max_lead: int = 0
 
     def _end_step(self, *, skipped: bool = False) -> None:
         assert self._step is not None
