@@ -69,6 +69,7 @@ class Server(Strategy):
         self._workers = range(context.mesh.num_workers)
         self._sync = options.consistency == "sync"
         self._step: int | None = None  # the last completed step of the run; None before there is a state
+        self._max_lead = 0  # of a worker over the slowest, in steps
         self._connections: _Connected | None = None
 
     def setup(self, train_set: Dataset[Any]) -> None:
@@ -215,7 +216,7 @@ class Server(Strategy):
     def _continue_from(self, step: int) -> None:
         self._step = step
         self._applied = dict.fromkeys(self._workers, step)  # the last step of each worker that has been applied
-        self._max_lead: int = 0
+        self._max_lead = 0
 
     def _end_step(self, *, skipped: bool = False) -> None:
         assert self._step is not None
