@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
+from helpers.conformance.cases import DDP, Case, checked, having
 from helpers.conformance.layouts import LAYOUTS, SGD, Layout, fsdp_pipeline, layout, pipeline
 from helpers.conformance.training import Steps, losses, train
 from helpers.jobs.block_jobs import BlockDigits
@@ -25,7 +25,6 @@ from orchestrator.compat.torch import watching_compilation
 from orchestrator.job import Job, Split
 from orchestrator.protocol.events import FirstStepDone
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.strategies import registry
 
 SECONDS = 300.0
 """For a C++ compiler, which is called a few times, on a busy machine."""
@@ -192,10 +191,7 @@ def test_the_flops_of_compiled_blocks_that_are_computed_again_are_those_of_plain
     ],
 )
 def test_what_cannot_be_compiled_is_refused(strategy: str, reason: str) -> None:
-    errors: list[str] = []
-    case = Case(job=digits(depth=4), train=COMPILED)
     of_strategy = {**STRATEGIES, "ddp": (DDP, 2), "pipeline": (pipeline("ZBVZeroBubble", 4), 2)}
     options, world_size = of_strategy[strategy]
-    config = config_of(replace(case, options=options, alone=options), world_size)
-    registry.load(strategy).check(config, case.job, plan_of(config), errors)
+    errors, _ = checked(Case(job=digits(depth=4), train=COMPILED, options=options, alone=options), world_size)
     assert [error for error in errors if error.startswith(reason)]
