@@ -97,7 +97,7 @@ def test_the_state_goes_from_batch_to_batch_and_over_evaluations_and_a_resume(
     losses, norms = trained_plainly(case)
 
     def run(checkpoint: str | None) -> list[Ran]:
-        return gang.run(run_loop, case, 1, str(tmp_path), checkpoint, 3, world_size=1)
+        return gang.run(run_loop, case, tmp_path, checkpoint, 3, world_size=1)
 
     (whole,) = run(None)
     assert losses_by_step([whole]) == pytest.approx(losses, rel=1e-5)
@@ -125,7 +125,7 @@ class Shuffled(Waves):
 )
 def test_a_worker_refuses_what_would_mix_states(gang: Gang, tmp_path: Path, job: Job, error: str) -> None:
     case = Case(job=job, train=TWELVE)
-    (answer,) = gang.ask(run_loop, case, 1, str(tmp_path), None, 0, world_size=1, timeout_s=SOON_S)
+    (answer,) = gang.ask(run_loop, case, tmp_path, world_size=1, timeout_s=SOON_S)
     assert answer.error.startswith(error), answer.error
 
 

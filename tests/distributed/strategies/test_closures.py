@@ -180,7 +180,7 @@ def test_a_checkpoint_has_the_history_of_the_search(gang: Gang, tmp_path: Path, 
     case = layout.of(Case(job=Searching(), train=having(SIX, eval_every=3)))
 
     def run(checkpoint: str | None, layout: Any) -> dict[int, float]:
-        arguments = (run_loop, layout.of(case), layout.world_size, str(tmp_path), checkpoint, 3)
+        arguments = (run_loop, layout.of(case), tmp_path, checkpoint, 3)
         return losses_by_step(gang.run(*arguments, world_size=layout.world_size))
 
     expected = run(None, layout)

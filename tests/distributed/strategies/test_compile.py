@@ -115,7 +115,7 @@ def test_compiled_blocks_have_the_losses_of_plain_ones_and_share_their_code(
 def compiled_loop(rank: int, case: Case, run_dir: str, cache_dir: str) -> Ran:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
     torch.compiler.reset()
-    return run_loop(rank, case, 1, run_dir, None, 0)
+    return run_loop(rank, case, run_dir)
 
 
 def assert_all_flops_counted(ran: Ran, job: Job) -> None:
@@ -158,7 +158,7 @@ def test_compiled_code_has_equal_losses_and_all_flops_counted_and_its_compilatio
     assert first_step.startup["compile_s"] == pytest.approx(seconds[0])
     assert first_step.startup["first_step_s"] > 0
     plain = replace(case, train=having(case.train, compile=False))
-    expected = losses_by_step(gang.run(run_loop, plain, 1, str(tmp_path / "plain"), None, 0, world_size=1))
+    expected = losses_by_step(gang.run(run_loop, plain, tmp_path / "plain", world_size=1))
     assert losses_by_step([ran]) == pytest.approx(expected, rel=10 * SGD)
     assert_all_flops_counted(ran, case.job)
 
