@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ from orchestrator.display.plain_text import (
     workers_text,
 )
 from orchestrator.protocol import events
-from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
+from orchestrator.protocol.core_metrics import CORE_METRICS, EPOCH, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec
 
 _SLOWEST_FROM = 1.25
@@ -222,6 +223,9 @@ def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
         parts.append(duration(now - view.started_at, whole=True))
     if (eta := view.eta_s()) is not None:
         parts.append(f"eta {duration(eta)}")
+    if (epoch := view.latest.get(EPOCH.name)) is not None:
+        passes = max(1, math.ceil(epoch))
+        parts.append(f"epoch {passes} {epoch - passes + 1:.0%}")
     text = "  " + "  ".join(parts)
     length = max(0, width - len(text))
     done = int(share * length)

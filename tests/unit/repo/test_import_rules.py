@@ -105,6 +105,7 @@ KNOWS = {
     ("exporting", "mlflow"): {"exporting.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
     ("compat", "ray"): {
+        "compat.ray.counted_sources",
         "compat.ray.datasets",
         "compat.ray.gcs",
         "compat.ray.internals",
