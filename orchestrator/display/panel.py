@@ -62,7 +62,7 @@ class RunView:
         self._reached_from = 0.0
 
     def update(self, event: events.Event, now: float) -> None:
-        """Take over what ``event`` says, which came at ``now``, in seconds of a clock that never steps."""
+        """Take over ``event``, which came at ``now``, in seconds of a monotonic clock."""
         match event:
             case events.RunStarted():
                 self.started, self.started_at, self.step = event, now, event.resumed_from_step or 0
@@ -161,7 +161,7 @@ def status_line(
         values: the newest values of metrics by name.
         eta_s: the seconds that remain, None if unknown.
         metrics: the declared metrics, in the order in which they appear.
-        chosen: those that the user has chosen, which appear too.
+        chosen: further ones, chosen by the user.
     """
     parts = [f"step {step}/{steps}" if steps else f"step {step}", *_progress_texts(values, metrics)]
     parts += [text for name, text in chosen.texts(values, metrics).items() if not _has_progress(name, metrics)]

@@ -1,4 +1,4 @@
-"""The sizes that an elastic run may have, and which worker gets which rank when its size changes. Pure."""
+"""The sizes that an elastic run may have, and the ranks of its workers when the size changes. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The strategy of every product of dimensions, put together from four slots.
 
-These are what of a sample and of the layers a rank computes, what it has of the model, how gradients are summed, and
-which elements it updates. Where no rank has a part alone, the state is that of :class:`Trainer`.
+They say how a rank divides samples and layers with others, which part of the model it has, how gradients are summed,
+and the elements that it updates. Where no rank has a part alone, the state is that of :class:`Trainer`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_met
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Saved, Traits
-from orchestrator.strategies.data.batch_parts import (
-    BatchDivision,
-    not_compared,
-)
+from orchestrator.strategies.data.batch_parts import BatchDivision, Remark, not_compared
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
@@ -64,7 +61,7 @@ class MeshTrainer(Trainer):
         parts: what of each sample and of the layers it computes, where several ranks do so together.
         sums: how the gradients of a step are summed first, while there is a process group.
         owner: the elements that this rank updates.
-        recovery, saving: what ranks that have parts do for each other, and what each of them saves.
+        recovery, saving: how ranks with parts replace each other, and what each of them saves.
     """
 
     compares_whole = True
@@ -136,7 +133,7 @@ class MeshTrainer(Trainer):
             self.check_hooks(part.module(), num_microbatches=part.num_microbatches, shared=part.shares_tensors)
         self._train_set = None
 
-    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> Remark | None:
         """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large.
 
         Beside the parameters, there are two sets of gradients and activations.

@@ -260,7 +260,7 @@ class Gang(Members):
         self._spares.refill(workers - len(self.members))
 
     def advance_spares(self) -> None:
-        """Start workers on nodes that have been admitted by now, and take over as spares those that have started."""
+        """Start workers on newly admitted nodes, and take over the started ones as spares."""
         self._spares.advance(self._infos())
 
     def ready(self) -> int:

@@ -134,14 +134,7 @@ def _pipeline_cost(context: Context, measured: Callable[..., float], *, stages_p
 def _server_cost(context: Context, alone: Context, measured: Callable[..., float]) -> Affine:
     """Measure a server on the last rank, which serves all others. ``measured``: :func:`_step_ms` of a strategy."""
     workers = context.mesh.world_size - 1
-    options = ParameterServerConfig(
-        name="parameter_server",
-        num_workers=workers,
-        num_shards=1,
-        consistency="sync",
-        max_staleness=0,
-        compression="none",
-    )
+    options = ParameterServerConfig(name="parameter_server", num_workers=workers, num_shards=1, consistency="sync")
     served = dataclasses.replace(context, mesh=Mesh(replicate=workers, num_servers=1), options=options)
     points = []
     for width in SERVED_WIDTHS:
