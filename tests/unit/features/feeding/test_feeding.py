@@ -258,7 +258,19 @@ def test_an_error_of_the_stream_is_told_to_every_rank_and_tried_again_in_the_nex
         failure = reader.take("train", request(8, rank=rank))
         assert isinstance(failure, ReadFailure)
         assert failure.message.startswith("train data, sample 10 of the stream: TypeError: unsupported operand")
-    assert taken(reader, request(0, generation=2)) == [0, 1, 2, 3]
+    again = reader.take("train", request(8, generation=2))
+    assert isinstance(again, ReadFailure)
+    assert reader._feeds["train", 0]._reading == 2
+    assert taken(reader, request(0, generation=3)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("keep_bytes", "readings"), [(600, 1), (100, 2)])
+def test_a_small_split_that_is_read_again_and_again_is_kept(keep_bytes: float, readings: int) -> None:
+    feed = Feed(Large, keep_bytes=keep_bytes)
+    for step in (*range(10), 0):
+        share = feed.take(once(8 * step))
+        assert isinstance(share, Share)
+    assert share.reading == readings
 
 
 def test_a_split_that_is_evaluated_ends_and_is_read_again() -> None:
