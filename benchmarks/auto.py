@@ -22,7 +22,6 @@ from harness.disturbance import undisturbed
 from harness.rounds import Claim, argument_parser, report, table, wait_until_quiet
 
 from orchestrator.tuning.choice import Contender, best, next_to_measure
-from orchestrator.tuning.predict import Prediction
 
 JOBS: dict[str, Sequence[str]] = {
     "digits": ("job=digits", "job.hidden=1024"),
@@ -46,9 +45,14 @@ class Outcome:
     planning_s: float
 
     @property
+    def predicted(self) -> list[Any]:
+        """The candidates that were predicted."""
+        return [c for c in self.contenders if c["prediction"] is not None]
+
+    @property
     def errors(self) -> list[float]:
         """The relative errors of the predictions, without their signs."""
-        return [abs(c["prediction"]["step_ms"] / c["measured_ms"] - 1) for c in self.contenders]
+        return [abs(c["prediction"]["step_ms"] / c["measured_ms"] - 1) for c in self.predicted]
 
     @property
     def regret(self) -> float:
@@ -57,7 +61,7 @@ class Outcome:
             Contender(
                 overrides=(c["name"],),
                 world_size=c["world_size"],
-                prediction=as_computation(c["prediction"]["step_ms"]),
+                predicted_ms=None if c["prediction"] is None else c["prediction"]["step_ms"],
             )
             for c in self.contenders
         ]
@@ -67,11 +71,6 @@ class Outcome:
         assert chosen is not None
         assert chosen.measured_ms is not None
         return chosen.measured_ms / min(float(c["measured_ms"]) for c in self.contenders)
-
-
-def as_computation(step_ms: float) -> Prediction:
-    """Return the prediction of a step that only computes."""
-    return Prediction(compute_ms=step_ms, exchange_ms=0.0, idle_ms=0.0, input_ms=0.0, memory_bytes=0.0)
 
 
 def main() -> None:
@@ -104,7 +103,7 @@ def main() -> None:
     ]
     heads = ["job", "candidates", "mean error, %", "largest error, %", "regret", "planning, s", "best"]
     candidates = [
-        [job, c["name"], f"{c['prediction']['step_ms']:.4g}", f"{c['measured_ms']:.4g}"]
+        [job, c["name"], f"{c['prediction']['step_ms']:.4g}" if c["prediction"] else "", f"{c['measured_ms']:.4g}"]
         for job, o in outcomes.items()
         for c in o.contenders
     ]

@@ -21,7 +21,6 @@ from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
 from orchestrator.driver.forecasts import answer, speed_note
-from orchestrator.driver.layouts import without_numbers
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
 from orchestrator.model.stages.layers import kept_tensors
@@ -33,6 +32,7 @@ from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.layouts import without_numbers
 from orchestrator.strategies.checks.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.checks.model_work import traced, with_cpus
 from orchestrator.strategies.constructor import Outline

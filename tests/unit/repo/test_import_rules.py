@@ -38,7 +38,7 @@ RULES = {
     "model.context": ("compat model",                                                          "torch"),
     "model.proofs":  ("compat model model.tensor model.context",                               "torch"),
     "prediction":   ("config planning",                                                        ""),
-    "tuning":       ("planning timeline model.stages prediction",                              ""),
+    "tuning":       ("planning",                                                               ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
     "strategies.update":  ("user_code job config planning compat state model strategies.data",           "torch"),
@@ -83,8 +83,8 @@ RULES = {
                        "driver.queue driver.gang",                                             "ray"),
     "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
                        "driver.code driver.reporting driver.gang driver.run",                  ""),
-    "driver.auto":    ("job config planning timeline records compat state tuning strategies policy display "
-                       "driver.process driver.preflight",                                      "torch"),
+    "driver.auto":    ("job config planning records prediction tuning strategies policy display driver.process "
+                       "driver.preflight",                                                     "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
     "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
@@ -293,7 +293,7 @@ ROOMS = {
                "mesh_trainer",
     "rules": "rules",
     "checks": "checks",
-    "presets": "presets replicated asynchronous external tuned",
+    "presets": "presets replicated asynchronous external auto",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The layouts that a job may have on a cluster that is not here, each checked and measured for memory."""
+"""The layouts that a job may have on a cluster, each checked and measured for memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, find_layout
 from orchestrator.planning.schedules import divisors
+from orchestrator.prediction.calibration import Case, shares_of_job
+from orchestrator.prediction.cost import Stack
 from orchestrator.prediction.devices import CPU, Cluster
 from orchestrator.prediction.forecast import Forecast
+from orchestrator.prediction.work import ModelWork
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.model_work import UNFUSED
 from orchestrator.strategies.checks.traced_job import TracedJob
 
 LARGEST = {"pipeline": 64, "tensor": 8, "context": 8}
@@ -36,25 +40,43 @@ class Layouts:
         pruned: how many sizes and layouts the product refuses, by reason.
     """
 
-    def __init__(self, config: Config, job: TracedJob, cluster: Cluster, given: Collection[str]):
+    def __init__(
+        self,
+        config: Config,
+        job: TracedJob,
+        workers: int,
+        nodes: tuple[Node, ...],
+        given: Collection[str],
+        *,
+        schedules: Sequence[str] = SCHEDULES,
+        oversubscribe_cpus: bool = False,
+    ):
         """Prepare a search.
 
         Args:
             config: the configuration of a launch.
             job: its job.
-            cluster: where it would be trained.
+            workers: how many there are.
+            nodes: where they would be.
             given: the keys that stay as they are.
+            schedules: those of pipelines that are tried.
+            oversubscribe_cpus: see :func:`~orchestrator.planning.plan.make_plan`.
         """
         self._config, self._job, self._given = config, job, given
+        self._workers, self._nodes, self._schedules = workers, nodes, schedules
+        self._oversubscribe_cpus = oversubscribe_cpus
         self.pruned: Counter[str] = Counter()
+
+    @classmethod
+    def elsewhere(cls, config: Config, job: TracedJob, cluster: Cluster, given: Collection[str]) -> Layouts:
+        """Prepare a search on a cluster that is not here."""
         workers = config.strategy.num_workers
-        self._workers = workers if isinstance(workers, int) else cluster.devices
         memory = int(cluster.device.memory_gib * GIB)
         # What nodes decide differs from strategy to strategy; for a mesh, it is only how many devices there are.
         merged = config.strategy.name == "mesh"
         nodes, devices = (1, cluster.devices) if merged else (cluster.nodes, cluster.per_node)
         each = config.cluster.cpus_per_worker
-        self._nodes = tuple(
+        found = tuple(
             Node(
                 node_id=str(i),
                 name=f"node{i}",
@@ -65,6 +87,7 @@ class Layouts:
             )
             for i in range(nodes)
         )
+        return cls(config, job, workers if isinstance(workers, int) else cluster.devices, found, given)
 
     def as_configured(self) -> Forecast:
         """Return the layout that the configuration names, without its time.
@@ -90,7 +113,7 @@ class Layouts:
 
     def _layout(self, config: Config) -> Layout:
         rules = registry.load(config.strategy.name)
-        return find_layout(config, rules, self._nodes, oversubscribe_cpus=False).layout
+        return find_layout(config, rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus).layout
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
         devices, layers = self._workers, self._job.work.layers
@@ -106,7 +129,7 @@ class Layouts:
         ]
         for cut in cuts:
             rest, beyond = divmod(devices, math.prod(self._size(cut, d) for d in LARGEST))
-            schedules = self._free("strategy.schedule", SCHEDULES) if self._size(cut, "pipeline") > 1 else [{}]
+            schedules = self._free("strategy.schedule", self._schedules) if self._size(cut, "pipeline") > 1 else [{}]
             for shard in self._free("strategy.shard", _sizes(rest, rest)):
                 if beyond or rest % self._size(shard, "shard"):
                     continue
@@ -183,6 +206,19 @@ def best_of_each(forecasts: Sequence[Forecast]) -> list[Forecast]:
         groups.setdefault((*key, forecast.step.divides_update), []).append(forecast)
     found = [min(group, key=lambda f: (f.seconds, f.memory_bytes)) for group in groups.values()]
     return sorted(found, key=lambda f: (f.seconds, f.memory_bytes))
+
+
+def usual_stack(cluster: Cluster, config: Config, work: ModelWork) -> tuple[Stack, Case]:
+    """Return the shares without a run of the user, and what is known by which they were found."""
+    stack: Stack = UNFUSED
+    case: Case = "all new"
+    if cluster.name != CPU:
+        compiled = config.train.compile is not False
+        found = shares_of_job(cluster.name, compiled=compiled, sparse=work.layer.experts > 0)
+        stack, case = found.stack, found.case
+    stack = replace(stack, operator_s=cluster.device.operator_us / 1e6)
+    share = cluster.device.reached or stack.products
+    return replace(stack, products=share, attention=share * stack.attention / stack.products), case
 
 
 def without_numbers(reason: str) -> str:
