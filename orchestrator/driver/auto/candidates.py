@@ -23,8 +23,8 @@ from orchestrator.tuning.choice import Contender, server_counts, worker_counts
 
 KEPT = ("train.grad_accumulation", "train.activation_checkpointing")
 """The keys of layouts that a choice does not change."""
-SERVED_BYTES = 4.0
-"""The bytes of a gradient that is pushed, and of a parameter that is pulled."""
+PAIR_BYTES = 8.0
+"""The bytes that a server and two workers exchange for a parameter, which takes as long as a sum over two replicas."""
 NAMES = {
     frozenset[str](): "single",
     frozenset({"replicate"}): "ddp",
@@ -121,9 +121,8 @@ class Here:
         if workers > 1 and self.plan.device == "cpu":
             replicas = next((f for name, _, f in found if name == "ddp" and not f.step.divides_update), None)
             for servers in server_counts(workers) if replicas else ():
-                served = self._question(config, job, workers + servers).answered(_served(replicas, servers))
                 overrides = ("strategy=parameter_server", typed, f"strategy.num_shards={servers}")
-                found.append(("parameter_server", overrides, served))
+                found.append(("parameter_server", overrides, question.answered(_served(replicas, servers))))
         for name, overrides, forecast in found:
             if name in candidates:
                 contender = Contender(
@@ -162,10 +161,8 @@ def untraced(options: AutoConfig, workers: int) -> list[Contender]:
 
 
 def _served(replicas: Forecast, servers: int) -> Forecast:
-    """Return what replicas would be like whose parameters servers have, with a gradient and a parameter from each."""
-    workers = replicas.mesh.replicate
-    received = 2 * SERVED_BYTES * workers / servers
-    exchanged = received * workers / (workers - 1)  # of which a replica exchanges (workers - 1) / workers
+    """Return what replicas would be like that send gradients to servers, and receive parameters."""
+    exchanged = PAIR_BYTES * max(1.0, replicas.mesh.replicate / (2 * servers))
     mesh = replace(replicas.mesh, num_servers=servers)
     return replace(replicas, step=replace(replicas.step, mesh=mesh, exchanged_bytes=exchanged), time=None)
 

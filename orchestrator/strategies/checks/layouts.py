@@ -138,10 +138,12 @@ class Layouts:
                     yield from ({**cut, **shard, **optimizer, **schedule} for schedule in schedules)
 
     def _tensor_sizes(self) -> list[int]:
-        """Return powers of two, and what divides the matrices of all blocks evenly."""
+        """Return powers of two, and what divides the matrices of all blocks evenly; 1 if there are none."""
         width = self._job.block_width
+        if not width:
+            return [1]
         sizes = _sizes(self._workers, LARGEST["tensor"])
-        return [size for size in sizes if size.bit_count() == 1 or (width and width % size == 0)]
+        return [size for size in sizes if size.bit_count() == 1 or width % size == 0]
 
     def _context_sizes(self) -> list[int]:
         tokens = self._job.work.tokens
