@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from orchestrator.prediction.cost import StepTime
 
-_EXCHANGED = ("shard", "replicate", "tensor", "context", "expert", "sends")
+_EXCHANGED = ("shard", "replicate", "tensor", "context", "expert")
 _DOUBT = 0.05
 """How much a factor is held back to 1, so that what a step has little of changes little."""
 _LEAST = 0.01
@@ -20,17 +20,21 @@ class Correction:
     """Factors of what the parts of a step take.
 
     Attributes:
-        computing: of computation, and of the time that a pipeline waits for it.
-        exchanging: of communication.
+        computing: of computation.
+        exchanging: of collectives.
+        staging: of what stages send, and of their waiting for the computation of others.
     """
 
     computing: float = 1.0
     exchanging: float = 1.0
+    staging: float = 1.0
 
     def seconds(self, time: StepTime) -> float:
         """Return the seconds of a step."""
         exchanged = math.fsum(getattr(time, name) for name in _EXCHANGED)
-        return self.computing * (time.total - exchanged) + self.exchanging * exchanged
+        computed = time.total - exchanged - time.sends - time.bubble
+        staged = time.sends + self.computing * time.bubble
+        return self.computing * computed + self.exchanging * exchanged + self.staging * staged
 
 
 def correction(measured: Sequence[tuple[StepTime, float]]) -> Correction:

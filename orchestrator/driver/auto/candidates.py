@@ -21,6 +21,8 @@ from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.keys import AutoConfig, mesh_config
 from orchestrator.tuning.choice import Contender, server_counts, worker_counts
 
+GAINED = 0.85
+"""The exponent of threads by which a process gets faster."""
 KEPT = ("train.grad_accumulation", "train.activation_checkpointing")
 """The keys of layouts that a choice does not change."""
 PAIR_BYTES = 8.0
@@ -73,8 +75,8 @@ class Here:
         of_node = min(node.memory_bytes for node in self.nodes) / GIB or core.memory_gib * core.node
         device = replace(
             core,
-            bf16=core.bf16 * threads,
-            memory_gb_s=core.memory_gb_s * threads,
+            bf16=core.bf16 * threads**GAINED,
+            memory_gb_s=core.memory_gb_s * threads**GAINED,
             memory_gib=of_node / sharing,
         )
         return Cluster(nodes=len(self.nodes), per_node=per_node, name=CPU, device=device, inside=link, between=link)
@@ -119,7 +121,7 @@ class Here:
                 overrides = ("strategy=model_parallel", typed)
                 found.append(("model_parallel", overrides, question.answered(staged)))
         if workers > 1 and self.plan.device == "cpu":
-            replicas = next((f for name, _, f in found if name == "ddp" and not f.step.divides_update), None)
+            replicas = next((f for name, _, f in found if name == "ddp"), None)
             for servers in server_counts(workers) if replicas else ():
                 overrides = ("strategy=parameter_server", typed, f"strategy.num_shards={servers}")
                 found.append(("parameter_server", overrides, question.answered(_served(replicas, servers))))
@@ -167,32 +169,25 @@ def _served(replicas: Forecast, servers: int) -> Forecast:
     return replace(replicas, step=replace(replicas.step, mesh=mesh, exchanged_bytes=exchanged), time=None)
 
 
-def _dimensions(forecast: Forecast) -> frozenset[str]:
-    return frozenset(d for d in DIMENSIONS if forecast.mesh.size(d) > 1)
-
-
 def _name(forecast: Forecast) -> str:
     """Return what a layout is called among the candidates."""
-    sizes = _dimensions(forecast)
-    if forecast.step.divides_update and not forecast.step.gathers:
-        sizes = sizes - {"shard"} | {"replicate"}
-    return NAMES.get(sizes, "mesh")
+    sizes = frozenset[str](d for d in DIMENSIONS if forecast.mesh.size(d) > 1)
+    return "mesh" if forecast.step.divides_update else NAMES.get(sizes, "mesh")
 
 
 def _overrides(forecast: Forecast, workers: int) -> tuple[str, ...]:
     """Return a layout as it is typed, by the name of a preset where one has no other keys."""
     mesh, typed = forecast.mesh, f"strategy.num_workers={workers}"
     passes = [o for o in forecast.overrides if o.startswith(("strategy.schedule=", "strategy.num_microbatches="))]
-    if not forecast.step.divides_update:
-        match NAMES.get(_dimensions(forecast)):
-            case "single":
-                return ("strategy=single",)
-            case "ddp" | "fsdp" as name:
-                return f"strategy={name}", typed
-            case "hsdp":
-                return "strategy=hsdp", typed, f"strategy.shard_size={mesh.shard}"
-            case "pipeline":
-                return "strategy=pipeline", typed, *passes
-            case "ddp_pipeline":
-                return "strategy=ddp_pipeline", typed, f"strategy.pipeline_parallel_size={mesh.pipeline}", *passes
+    match _name(forecast):
+        case "single":
+            return ("strategy=single",)
+        case "ddp" | "fsdp" as name:
+            return f"strategy={name}", typed
+        case "hsdp":
+            return "strategy=hsdp", typed, f"strategy.shard_size={mesh.shard}"
+        case "pipeline":
+            return "strategy=pipeline", typed, *passes
+        case "ddp_pipeline":
+            return "strategy=ddp_pipeline", typed, f"strategy.pipeline_parallel_size={mesh.pipeline}", *passes
     return "strategy=mesh", typed, *forecast.overrides

@@ -17,7 +17,7 @@ from torch import nn
 
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.memory import GIB
-from orchestrator.prediction.cost import Stack
+from orchestrator.prediction.cost import Host, Stack
 from orchestrator.prediction.devices import CPU, Device, Link, Tables
 from orchestrator.prediction.work import ModelWork, Work
 from orchestrator.strategies.checks.memory_plan import KeptByRows, fake_batch, fake_loss, kept_of
@@ -158,10 +158,10 @@ def _work(counted: Mapping[str, float], parameters: float, rows: int, tokens: in
     )
 
 
-STAGE_S = 0.0005
-"""What a pass of a stage takes beside its operators on a CPU: half of what small models took of two stages at once."""
-UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS, stage_s=STAGE_S, overlaps=False)
-"""Each operator moves its own bytes, and communication takes the cores that compute."""
+GLOO = Host(stage_s=5e-4, collective_s=1e-3, shard_factor=1.7, accumulated_bytes=12.0, tensor_operators=6.0)
+"""By the times of small models on two cores in ``benchmarks/results/auto.md``: orders of magnitude."""
+UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS, host=GLOO)
+"""Each operator moves its own bytes."""
 _SIZE, _COPIED = 1024, 2**25
 _ROWS, _WIDTH = 2048, 256
 """The tokens of a micro-batch, and the width of a small model, whose wider layer is four times as wide."""

@@ -87,7 +87,7 @@ def test_every_layout_of_the_plan_has_its_prediction_and_the_product_can_train_i
     names = {name.partition(" ")[0] for name in found}
     assert names == {*get_args(StrategyName)} - {"fsdp_pipeline"}, "which is a mesh with other keys"
     assert [name for name, c in found.items() if c.predicted_ms is None] == ["dp num_workers=4"]
-    assert {"mesh num_workers=4 shard=2 tensor=2", "hsdp num_workers=4 shard_size=2"} <= {*found}
+    assert {"mesh num_workers=4 tensor=2 shard=2", "hsdp num_workers=4 shard_size=2"} <= {*found}
     assert not [c for c in found.values() if c.refused]
     assert not {name: why for name in found if (why := auto._checked(found[name]).refused)}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.digits import Digits
+from jobs.gpt import GPT
 from orchestrator.config.compose import compose
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
@@ -14,6 +15,7 @@ from orchestrator.driver.auto.chooser import FOLDER, Chooser
 from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.job import Job
+from orchestrator.planning.memory import MIB
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
@@ -42,7 +44,14 @@ class Runs:
 
 
 def chooser(
-    store: Path, staging: Path, runs: Runs, *, candidates: str = "single,ddp", node_bytes: int = 0, cpus: int = 1
+    store: Path,
+    staging: Path,
+    runs: Runs,
+    *,
+    candidates: str = "single,ddp",
+    node_bytes: int = 0,
+    cpus: int = 1,
+    job: Job = JOB,
 ) -> tuple[Chooser, OutputDir]:
     nodes = tuple(replace(node, memory_bytes=node_bytes, cpus=cpus) for node in NODES)
     words = ["strategy=auto", f"strategy.candidates=[{candidates}]", f"output_dir={store.as_uri()}", "tracking=none"]
@@ -51,7 +60,7 @@ def chooser(
     assert config is not None, errors
     config = absolute_paths(config)
     plan = make_plan(config, registry.load("auto"), nodes, oversubscribe_cpus=False)
-    made = Chooser(config, JOB, plan, nodes, runs, redactor=Redactor(), oversubscribe_cpus=False)
+    made = Chooser(config, job, plan, nodes, runs, redactor=Redactor(), oversubscribe_cpus=False)
     return made, output_dir(replace(config, output_dir=f"{config.output_dir}/{FOLDER}"))
 
 
@@ -80,13 +89,12 @@ def test_the_runs_that_measure_are_removed_from_the_store_and_their_times_are_ke
 
 
 def test_where_no_node_has_room_for_the_whole_model_parts_of_it_are_chosen(tmp_path: Path) -> None:
-    runs = Runs()
-    words = "single,ddp,fsdp"
-    auto, _ = chooser(tmp_path / "store", tmp_path / "here", runs, candidates=words, node_bytes=6_500)
-    decision = auto.choose(measure=False)
-    single, ddp, fsdp = decision.contenders
-    assert re.match(
-        r"strategy=single: parameters, gradients and optimizer state take .* for one worker", single.refused
+    words, large = "single,ddp,fsdp", GPT(layers=8, width=1024, heads=8, context=16)
+    auto, _ = chooser(
+        tmp_path / "store", tmp_path / "here", Runs(), candidates=words, node_bytes=2_400 * MIB, job=large
     )
-    assert "parameters, gradients and optimizer state take" in ddp.refused
-    assert decision.overrides == fsdp.overrides == ("strategy=fsdp", "strategy.num_workers=2")
+    decision = auto.choose(measure=False)
+    refused = {contender.name: contender.refused for contender in decision.contenders}
+    assert re.fullmatch(r"needs 2\.\d+ of 2\.34 GiB", refused["single"])
+    assert re.fullmatch(r"needs 2\.\d+ of 2\.34 GiB", refused["ddp num_workers=2"])
+    assert decision.overrides == ("strategy=fsdp", "strategy.num_workers=2")
