@@ -32,7 +32,7 @@ JOBS: dict[str, Sequence[str]] = {
     "tiny layers": ("job._target_=auto_jobs.TinyLayers",),
     "mostly embedding": ("job._target_=auto_jobs.MostlyEmbedding",),
 }
-MEASURED_BY_AUTO = 2
+MEASURED_BY_AUTO = 3
 """The default of ``strategy.measured``."""
 TIMEOUT_S = 1800
 

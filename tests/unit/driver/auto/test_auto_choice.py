@@ -80,6 +80,7 @@ def test_a_model_that_cannot_be_traced_has_candidates_without_predictions(capsys
     assert "auto measures every candidate: the model cannot be traced" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_every_layout_of_the_plan_has_its_prediction_and_the_product_can_train_it() -> None:
     job = GPT(variant="llama", layers=2, width=32, heads=4, hidden=64, context=16)
     auto = chooser(job, "strategy.num_workers=4", "strategy.schedules=[1F1B]")

@@ -30,8 +30,9 @@ JOB = Digits(hidden=8, depth=1, lr=0.1, momentum=0.9)
 class Runs:
     """Executes runs that only have a step time, those of one worker the shortest."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, step_ms: float = 10.0) -> None:
         self.executed: list[RunDir] = []
+        self._step_ms = step_ms
 
     def __call__(self, config: Config, plan: Plan, job: Job) -> RunResult:
         output = output_dir(config)
@@ -39,7 +40,7 @@ class Runs:
         run_dir = output.create(plan.run_name)
         run_dir.update_record(state="finished", location=run_dir.location)
         self.executed.append(run_dir)
-        summary = {"step_ms_p50": 10.0 * plan.world_size}
+        summary = {"step_ms_p50": self._step_ms * plan.world_size}
         return RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, url=run_dir.url, summary=summary)
 
 
@@ -52,9 +53,11 @@ def chooser(
     node_bytes: int = 0,
     cpus: int = 1,
     job: Job = JOB,
+    measured: int = 2,
 ) -> tuple[Chooser, OutputDir]:
     nodes = tuple(replace(node, memory_bytes=node_bytes, cpus=cpus) for node in NODES)
     words = ["strategy=auto", f"strategy.candidates=[{candidates}]", f"output_dir={store.as_uri()}", "tracking=none"]
+    words.append(f"strategy.measured={measured}")
     errors: list[str] = []
     config, _ = compose([*words, f"storage.staging_dir={staging}"], errors, registry.config_class)
     assert config is not None, errors
@@ -86,6 +89,18 @@ def test_the_runs_that_measure_are_removed_from_the_store_and_their_times_are_ke
     assert len(runs.executed) == 4, "other hardware"
     choice(damaged=True)
     assert len(runs.executed) == 6, "a damaged file is no reason to stop"
+
+
+def test_what_was_measured_corrects_the_other_predictions(tmp_path: Path) -> None:
+    """Steps of a small model take milliseconds, however busy the machine is, but here they take ten seconds."""
+
+    def predicted(*, measure: bool) -> float:
+        runs = Runs(step_ms=10_000)
+        auto, _ = chooser(tmp_path / "store", tmp_path / "here", runs, candidates="fsdp,ddp", measured=1)
+        decision = auto.choose(measure=measure)
+        return max(contender.predicted_ms or 0.0 for contender in decision.contenders)
+
+    assert predicted(measure=False) < 1000 < predicted(measure=True)
 
 
 def test_where_no_node_has_room_for_the_whole_model_parts_of_it_are_chosen(tmp_path: Path) -> None:
