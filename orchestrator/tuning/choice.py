@@ -140,7 +140,7 @@ _HEADS = ("strategy", "predicted ms", "memory GiB", "measured ms", "error")
 DISPENSABLE = ("memory GiB", "error")
 """The columns that a narrow terminal leaves out, the first ones first."""
 SHOWN = 12
-"""The contenders in a table, and those that were measured."""
+"""The contenders in a table, beside those that were measured, and the refused ones below it."""
 
 
 def columns(contenders: Sequence[Contender]) -> list[tuple[str, ...]]:
@@ -175,9 +175,16 @@ def with_table(contenders: Sequence[Contender], table: Sequence[str]) -> str:
     """Return a report with the lines of a table of the columns: what was refused, and the choice."""
     slower = len(_ranked(contenders)) - _shown(contenders)
     more = [f"and {slower} more, which are predicted to be slower (auto.json)"] if slower > 0 else []
-    refused = [f"- {c.name}: refused: {c.refused}" for c in contenders if c.refused]
+    refused = [f"- {text}" for text in refusals(contenders)]
     parts = (table, more, refused, [verdict(contenders)])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def refusals(contenders: Sequence[Contender]) -> list[str]:
+    """Return the contenders that are refused, with the reasons, but only the number of the last ones of many."""
+    found = [f"{c.name}: refused: {c.refused}" for c in contenders if c.refused]
+    more = len(found) - SHOWN
+    return [*found[:SHOWN], *([f"and {more} more are refused (auto.json)"] if more > 0 else [])]
 
 
 def verdict(contenders: Sequence[Contender]) -> str:

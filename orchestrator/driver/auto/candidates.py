@@ -13,7 +13,7 @@ from orchestrator.planning.memory import GIB
 from orchestrator.planning.mesh import DIMENSIONS
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.prediction.cost import StepTime
-from orchestrator.prediction.devices import CPU, Cluster, Tables, name_of_gpu, parse_cluster, read_tables
+from orchestrator.prediction.devices import CPU, LARGEST, Cluster, Tables, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Forecast, Question
 from orchestrator.strategies.checks.layouts import Layouts, best_of_each, usual_stack
 from orchestrator.strategies.checks.model_work import with_cpus
@@ -92,7 +92,7 @@ class Here:
         )
         each = min(min(node.gpus for node in with_gpus), devices[name].node)
         found = parse_cluster(f"{sum(node.gpus for node in with_gpus) // each}x{each}x{name}", self.tables)
-        device = replace(found.device, memory_gib=memory_gib or found.device.memory_gib)
+        device = replace(found.device, memory_gib=memory_gib or LARGEST)
         return replace(found, device=device)
 
     def candidates(self, job: Job) -> list[tuple[Contender, StepTime | None]]:

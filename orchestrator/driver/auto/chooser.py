@@ -35,7 +35,7 @@ from orchestrator.records.lock import processor
 from orchestrator.strategies import registry
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.keys import AutoConfig
-from orchestrator.tuning.choice import Contender, best, next_to_measure
+from orchestrator.tuning.choice import Contender, best, next_to_measure, refusals
 
 FOLDER = "auto"
 """The directory below ``output_dir`` with the measured times, and the runs that measure."""
@@ -111,7 +111,7 @@ class Chooser:
                 contenders[index] = self._measured(contenders[index], steps=options.measured_steps)
                 tested += [c for c in contenders[index : index + 1] if c.measured_ms is not None]
         if winner is None:
-            raise ConfigError([f"strategy=auto: no strategy fits; {c.name}: {c.refused}" for c in contenders])
+            raise ConfigError([f"strategy=auto: no strategy fits; {text}" for text in refusals(contenders)])
         self._keep_times({**known, **{c.name: c.measured_ms for c in contenders if c.measured_ms is not None}})
         config, plan = self._plans[winner.overrides]
         return Decision(

@@ -87,6 +87,9 @@ def test_slow_ones_of_many_are_only_counted() -> None:
     contenders = [Contender(overrides=("strategy=mesh", f"strategy.shard={n}"), predicted_ms=n) for n in range(1, 21)]
     assert columns(contenders)[0][-1] == f"mesh shard={SHOWN}"
     assert f"and {20 - SHOWN} more, which are predicted to be slower" in markdown(contenders)
+    refused = [dataclasses.replace(c, refused="too large") for c in contenders]
+    assert markdown([contenders[0], *refused]).count("too large") == SHOWN
+    assert f"- and {20 - SHOWN} more are refused" in markdown([contenders[0], *refused])
 
 
 def test_a_report_has_no_empty_columns_and_explains_none() -> None:
