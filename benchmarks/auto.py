@@ -80,12 +80,12 @@ def main() -> None:
     outcomes = {job: undisturbed(partial(try_out, job)) for job in arguments.jobs}
     errors = [error for outcome in outcomes.values() for error in outcome.errors]
     claims = [
-        Claim(name="mean error of the predicted step time", ratios=[statistics.fmean(errors)], at_most=0.10),
+        Claim(name="mean error of the predicted step time", ratios=[statistics.fmean(errors)], at_most=0.08),
         Claim(name="largest error", ratios=[max(errors)], at_most=0.25),
         Claim(
             name="largest step time of the choice / of the best candidate",
             ratios=[max(o.regret for o in outcomes.values())],
-            at_most=1.05,
+            at_most=1.03,
         ),
         Claim(name="longest planning, s", ratios=[max(o.planning_s for o in outcomes.values())], at_most=10),
     ]
