@@ -18,7 +18,7 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.display.forecasts import speed_text
-from orchestrator.driver.preflight.child_process import in_child
+from orchestrator.driver.preflight.child_checks import with_samples
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
@@ -172,7 +172,7 @@ def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> s
         return None if forecast.time is None else speed_text(asked, forecast, case) + note
 
     try:
-        return in_child(predicted, timeout_s=config.recovery.build_max_s)
+        return with_samples(config, job, predicted)
     except Exception as e:  # the plan does not depend on it
         return f"its speed cannot be predicted: {e}"
 

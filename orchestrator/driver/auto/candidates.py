@@ -67,27 +67,32 @@ class Here:
         """Return the devices of so many workers and servers: GPUs, or the cores that each process has."""
         if self.plan.device == "cuda":
             return self._gpus()
-        cores = sum(node.cpus for node in self.nodes)
+        cores = sum(node.cpus for node in self.nodes) or 1
         threads = cores / processes if self.shares_cores else float(self.plan.threads_per_worker)
-        per_node = max(1, int(max(node.cpus for node in self.nodes) // self.config.cluster.cpus_per_worker))
+        per_node = max(
+            1, int(max((node.cpus for node in self.nodes), default=1) // self.config.cluster.cpus_per_worker)
+        )
         sharing = min(processes, per_node)
         core, link = self.tables.devices[CPU], self.tables.links[CPU]
-        of_node = min(node.memory_bytes for node in self.nodes) / GIB or core.memory_gib * core.node
+        of_node = min((node.memory_bytes for node in self.nodes), default=0) / GIB or core.memory_gib * core.node
         device = replace(
             core,
             bf16=core.bf16 * threads**GAINED,
             memory_gb_s=core.memory_gb_s * threads**GAINED,
             memory_gib=of_node / sharing,
         )
-        return Cluster(nodes=len(self.nodes), per_node=per_node, name=CPU, device=device, inside=link, between=link)
+        return Cluster(
+            nodes=max(1, len(self.nodes)), per_node=per_node, name=CPU, device=device, inside=link, between=link
+        )
 
     def _gpus(self) -> Cluster:
         """Return the GPUs; of a kind that is not in the tables, with the rates of one that has about as much memory."""
         with_gpus = [node for node in self.nodes if node.gpus]
-        first = with_gpus[0]
+        if not with_gpus:
+            raise ConfigError(["no node with a GPU is here yet"])
         memory_gib = min(node.gpu_memory_bytes for node in with_gpus) / GIB
         devices = self.tables.devices
-        name = name_of_gpu(first.gpu_name, memory_gib, self.tables) or min(
+        name = name_of_gpu(with_gpus[0].gpu_name, memory_gib, self.tables) or min(
             devices, key=lambda name: abs(devices[name].memory_gib - memory_gib)
         )
         each = min(min(node.gpus for node in with_gpus), devices[name].node)
@@ -102,9 +107,9 @@ class Here:
             ConfigError: the model cannot be traced.
         """
         on_gpus = self.plan.device == "cuda"
-        usual = "bf16" if on_gpus else "fp32"
-        precision = usual if self.config.train.precision == "auto" else self.config.train.precision
-        config = replace(self.config, train=replace(self.config.train, precision=precision))
+        config = self.config
+        if config.train.precision == "auto":
+            config = replace(config, train=replace(config.train, precision="bf16" if on_gpus else "fp32"))
         traced = TracedJob(config, job, on_gpus=on_gpus)
         found = [c for n in worker_counts(self.plan.world_size) for c in self._of_size(config, traced, n)]
         return sorted(found, key=lambda c: c[0].expected_ms)
@@ -118,13 +123,11 @@ class Here:
         if workers > 1:
             with contextlib.suppress(ConfigError):
                 staged = self._layouts(config, job, "model_parallel", workers).as_configured()
-                overrides = ("strategy=model_parallel", typed)
-                found.append(("model_parallel", overrides, question.answered(staged)))
-        if workers > 1 and self.plan.device == "cpu":
-            replicas = next((f for name, _, f in found if name == "ddp"), None)
-            for servers in server_counts(workers) if replicas else ():
-                overrides = ("strategy=parameter_server", typed, f"strategy.num_shards={servers}")
-                found.append(("parameter_server", overrides, question.answered(_served(replicas, servers))))
+                found.append(("model_parallel", ("strategy=model_parallel", typed), question.answered(staged)))
+        replicas = [f for name, _, f in found if name == "ddp" and self.plan.device == "cpu"]
+        for servers in server_counts(workers) if replicas else ():
+            words = ("strategy=parameter_server", typed, f"strategy.num_shards={servers}")
+            found.append(("parameter_server", words, question.answered(_served(replicas[0], servers))))
         for name, overrides, forecast in found:
             if name in candidates:
                 contender = Contender(

@@ -22,7 +22,7 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.auto.brief_runs import remove_run, shortened, without_samples
 from orchestrator.driver.auto.candidates import Here, untraced
 from orchestrator.driver.auto.decision import Decision, NotMeasuredError
-from orchestrator.driver.preflight.child_checks import check_job
+from orchestrator.driver.preflight.child_checks import check_job, with_samples
 from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.driver.preflight.run_config import output_dir, plain_fields
 from orchestrator.driver.process.run_context import RunResult
@@ -102,9 +102,10 @@ class Chooser:
         while True:
             self._correct(contenders, tested[:CORRECTING])
             index, winner = next_to_measure(contenders, least), best(contenders)
-            if index is None and (winner is None or winner.overrides in self._plans):
-                break
-            index = contenders.index(winner) if index is None else index
+            if index is None:
+                if winner is None or winner.overrides in self._plans:
+                    break
+                index = contenders.index(winner)
             if contenders[index].overrides not in self._plans:
                 contenders[index] = self._checked(contenders[index])
             if least and not contenders[index].refused and contenders[index].measured_ms is None:
@@ -139,7 +140,7 @@ class Chooser:
             ChildDiedError, ConfigError: it cannot be traced.
         """
         here = Here.measured(self._config, self._plan, self._nodes, shares_cores=self._oversubscribe_cpus)
-        found = in_child(lambda: here.candidates(self._job), timeout_s=self._config.recovery.build_max_s)
+        found = with_samples(self._config, self._job, lambda: here.candidates(self._job))
         self._times = {contender.overrides: step for contender, step in found if step is not None}
         return [contender for contender, _ in found]
 

@@ -79,7 +79,7 @@ def check_job(
         return rules.check(config, job, plan, found), found, needs_tasks
 
     try:
-        notes, found, needs_tasks = _with_samples(config, job, check, on_tasks=on_tasks)
+        notes, found, needs_tasks = with_samples(config, job, check, on_tasks=on_tasks)
     except ChildDiedError as e:
         what = f"a process that built the job's model without memory, to check it, {e}"
         if plan.pipeline is None:
@@ -97,7 +97,7 @@ def check_job(
     return notes
 
 
-def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks: list[str]) -> T:
+def with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks: list[str] | None = None) -> T:
     """Return what ``check`` finds in a child, with the first samples of data that only the cluster can read.
 
     ``on_tasks``: receives the splits of which it wants samples. Raises as :func:`in_child`.
@@ -108,7 +108,8 @@ def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks:
                 return in_child(check, timeout_s=config.recovery.build_max_s)
             except NeedsFeederError as e:
                 (split,) = e.args
-                on_tasks.append(split)
+                if on_tasks is not None:
+                    on_tasks.append(split)
                 SAMPLES_OF[split] = _first_samples(config, job, split)
     finally:
         SAMPLES_OF.clear()
