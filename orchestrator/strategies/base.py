@@ -17,6 +17,7 @@ from orchestrator.protocol.events import StageSummary
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
+from orchestrator.strategies.data.batch_parts import Remark
 from orchestrator.strategies.measure.device import TensorSize
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
@@ -163,7 +164,7 @@ class Strategy(abc.ABC):
         """Return the content of each stage of the model; empty if the model is not cut."""
         return ()
 
-    def setup_warnings(self) -> tuple[str, ...]:
+    def setup_warnings(self) -> tuple[Remark, ...]:
         """Return what the user should know of the set-up on this rank, such as a check that could not be made."""
         return ()
 

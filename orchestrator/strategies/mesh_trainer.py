@@ -27,10 +27,7 @@ from orchestrator.protocol.metrics import Metric, MetricSpec, measured, wait_met
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU
 from orchestrator.strategies.base import Saved, Traits
-from orchestrator.strategies.data.batch_parts import (
-    BatchDivision,
-    not_compared,
-)
+from orchestrator.strategies.data.batch_parts import BatchDivision, Remark, not_compared
 from orchestrator.strategies.groups import MeshGroups
 from orchestrator.strategies.kept_state import KeptState
 from orchestrator.strategies.measure.device import TensorSize, WaitTimer, free_memory, sizes_of
@@ -136,7 +133,7 @@ class MeshTrainer(Trainer):
             self.check_hooks(part.module(), num_microbatches=part.num_microbatches, shared=part.shares_tensors)
         self._train_set = None
 
-    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> Remark | None:
         """Compare a batch with its halves in the whole model, which rank 0 builds for this unless it is large.
 
         Beside the parameters, there are two sets of gradients and activations.

@@ -36,7 +36,7 @@ from orchestrator.state.transport import CPU, broadcast_state
 from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
 from orchestrator.strategies.compared_trainer import ComparedTrainer
-from orchestrator.strategies.data.batch_parts import BatchDivision, by_keys, warning_about_parts
+from orchestrator.strategies.data.batch_parts import BatchDivision, Remark, by_keys, warning_about_parts
 from orchestrator.strategies.measure.device import TensorSize, prepare_device, sizes_of
 from orchestrator.strategies.measure.job_metrics import (
     BatchMetrics,
@@ -68,7 +68,7 @@ class Trainer(ComparedTrainer):
     passes: Passes
     trained: Trained
     reduction: Reduction = Reduction()
-    _warnings: tuple[str, ...] = ()
+    _warnings: tuple[Remark, ...] = ()
 
     def __init__(self, context: Context, job: Job):
         super().__init__(context, job)
@@ -95,19 +95,19 @@ class Trainer(ComparedTrainer):
         whole.compile(context.train)  # after the comparison, for one shape of a batch
         return whole.model
 
-    def notes_on(self, model: nn.Module, train_set: Dataset[Any]) -> tuple[str, ...]:
+    def notes_on(self, model: nn.Module, train_set: Dataset[Any]) -> tuple[Remark, ...]:
         """Return what the user should know of the model and of batches that are divided."""
-        notes = [note_on_dropout(model)]
+        remarks = [Remark(note)] if (note := note_on_dropout(model)) is not None else []
         if self.context.global_rank == 0 and (division := self._division()) is not None:
-            notes.append(self.warning_about(division, model, train_set))
-        return tuple(note for note in notes if note is not None)
+            remarks += filter(None, [self.warning_about(division, model, train_set)])
+        return tuple(remarks)
 
-    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> str | None:
+    def warning_about(self, division: BatchDivision, model: nn.Module, train_set: Dataset[Any]) -> Remark | None:
         """Compare a batch with its halves; see :func:`warning_about_parts`."""
         assert isinstance(self.passes, WholeModel)
         return self.warning_of(self.passes, division, train_set)
 
-    def warning_of(self, passes: WholeModel, division: BatchDivision, train_set: Dataset[Any]) -> str | None:
+    def warning_of(self, passes: WholeModel, division: BatchDivision, train_set: Dataset[Any]) -> Remark | None:
         """Compare a batch with its halves in the model of ``passes``."""
         context = self.context
         return warning_about_parts(
@@ -145,7 +145,7 @@ class Trainer(ComparedTrainer):
             in_turn=slices * num_microbatches > 1,
         )
 
-    def setup_warnings(self) -> tuple[str, ...]:
+    def setup_warnings(self) -> tuple[Remark, ...]:
         return self._warnings
 
     def attach(self) -> None:

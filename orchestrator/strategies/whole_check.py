@@ -34,7 +34,7 @@ from orchestrator.model.values_on_demand import ChangedValueError
 from orchestrator.planning.placement import Box
 from orchestrator.state.transport import CPU, broadcast_json, broadcast_tensors, gather_json
 from orchestrator.strategies.base import Compared
-from orchestrator.strategies.data.batch_parts import NOT_COMPARED, OTHERWISE, spread
+from orchestrator.strategies.data.batch_parts import spread
 from orchestrator.strategies.data.datasets import make_batch
 from orchestrator.strategies.findings import (
     FACTOR,
@@ -297,7 +297,9 @@ class _Comparison:
         note = "it draws random numbers, so only what does not depend on them was" if drawn else None
         # What makes another gradient of the parts of a batch may do so too of those that DDP weighs otherwise.
         trainer = self._trainer
-        warned = not trainer.traits.divides_model and any(OTHERWISE in text for text in trainer.setup_warnings())
+        warned = not trainer.traits.divides_model and any(
+            remark.kind == "otherwise" for remark in trainer.setup_warnings()
+        )
         if not apart or warned:
             return None, note
         text = text_of(
@@ -335,7 +337,7 @@ class _Comparison:
         return [one for one, limit in zip(apart, limits, strict=True) if not one.by <= limit], max(drawn) > RANDOM
 
     def _note(self, reason: str) -> tuple[str, ...]:
-        text = f"{self._trainer.divided_by}: what the workers compute {NOT_COMPARED} the whole model: {reason}"
+        text = f"{self._trainer.divided_by}: what the workers compute was not compared with the whole model: {reason}"
         return (text,) if self._rank == 0 else ()
 
     def _gathered(self, value: Any) -> list[Any]:

@@ -19,7 +19,6 @@ from orchestrator.protocol.events import FirstStepDone, ModelCut, Warned
 from orchestrator.protocol.messages import Assignment, Outcome, PendingCheckpoint, Phase, RecoverableSteps
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.base import Strategy
-from orchestrator.strategies.data.batch_parts import NOT_COMPARED
 from orchestrator.strategies.update.confirmation import confirmation
 from orchestrator.user_code.callbacks import Callback, RunEnd, set_current_step
 from orchestrator.worker.anomalies import detecting_anomalies
@@ -214,11 +213,11 @@ class Loop:
         self._checkpoints.attach(store)
         if self.rank == 0 and self.assignment.generation == 1 and (stages := self.strategy.stage_summaries()):
             self.outbox.put_event(ModelCut(stages=stages))
-        for text in self.strategy.setup_warnings():
-            if NOT_COMPARED in text:
-                self._unsaid.append(text)
+        for remark in self.strategy.setup_warnings():
+            if remark.kind == "not compared":
+                self._unsaid.append(remark.text)
             else:
-                self._warner.warn(text, topic=text)
+                self._warner.warn(remark.text, topic=remark.text)
         sources = self.assignment.sources
         if sources is not None and sources[self.rank] != self.rank and self.position.step == 0:
             self._has_state = False  # initial values are replaced in place, as others arrive

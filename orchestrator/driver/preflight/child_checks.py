@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,8 +44,14 @@ from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
 
 T = TypeVar("T")
-OTHER_MODEL = "of another model: "
-"""The beginning of the errors of a checkpoint whose parameters are not those of the job."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a job cannot go on from a checkpoint; ``of_model`` if its parameters are not those of the checkpoint."""
+
+    text: str
+    of_model: bool = False
 
 
 def check_job(
@@ -129,7 +135,7 @@ def _first_samples(config: Config, job: Job, split: str) -> Sequence[Any] | str:
 
 def continuation_errors(
     config: Config, job: Job, checkpoint: Path, meta: Mapping[str, Any], *, is_own: bool
-) -> list[str]:
+) -> list[Misfit]:
     """Return why ``job`` cannot go on from a checkpoint, without allocating its model.
 
     The checks run in child processes, because the model is built of fake tensors and the data may be large.
@@ -139,27 +145,27 @@ def continuation_errors(
         is_own: whether the run would read the data of before to their end.
     """
 
-    checks: list[Callable[[], list[str]]] = [lambda: _model_errors(config, job, checkpoint, meta)]
+    checks: list[Callable[[], list[Misfit]]] = [lambda: _model_errors(config, job, checkpoint, meta)]
     if is_own:
         checks.append(lambda: _data_errors(config, job, checkpoint, meta))
-    found: list[str] = []
+    found: list[Misfit] = []
     for check in checks:
         with contextlib.suppress(ChildDiedError):
             found += in_child(check, timeout_s=config.recovery.build_max_s)
     return found
 
 
-def _data_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
+def _data_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[Misfit]:
     """Return whether the training set has another size; empty if it cannot be opened here."""
     try:
         dataset = opened_dataset(job, "train", config.seed)
     except (Exception, NeedsFeederError):  # the data may be on the workers alone
         return []
     error = size_error(dataset, meta, step=step_of(checkpoint.name), checkpoint=checkpoint)
-    return [] if error is None else [error]
+    return [] if error is None else [Misfit(error)]
 
 
-def _model_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
+def _model_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str, Any]) -> list[Misfit]:
     """Return how model, optimizer and schedule differ; empty if the model cannot be built without memory."""
     model = Outline(job, config.train).model
     if model is None:
@@ -169,16 +175,17 @@ def _model_errors(config: Config, job: Job, checkpoint: Path, meta: Mapping[str,
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     further = further_entries(model)
     saved = {name: t for name, t in outline(state.model).items() if name not in further}
-    errors = [f"{OTHER_MODEL}{line}" for line in mismatches(shapes, saved)]
+    errors = [Misfit(f"of another model: {line}", of_model=True) for line in mismatches(shapes, saved)]
     made = joined(optimizers_of(job, model)) if has_training_step(job) else optimizer_of(job, model)
     optimizer = label_of(made)
     if optimizer != meta["optimizer"]:
-        errors.append(
+        text = (
             f"of another optimizer: {meta['optimizer']} in the checkpoint, {optimizer} in the job; let the job use the "
             "optimizer of the checkpoint"
         )
+        errors.append(Misfit(text))
     if not errors and config.evaluate is None and (error := _schedule_error(config, job, model, made, state)):
-        errors.append(error)
+        errors.append(Misfit(error))
     return errors
 
 

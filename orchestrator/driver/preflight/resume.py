@@ -16,7 +16,7 @@ from orchestrator.config.recorded_config import why_no_best, why_no_checkpoint
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import path_override
-from orchestrator.driver.preflight.child_checks import OTHER_MODEL, continuation_errors
+from orchestrator.driver.preflight.child_checks import Misfit, continuation_errors
 from orchestrator.driver.preflight.named_runs import chooses_job, named_run, other_fields, other_job, readable
 from orchestrator.driver.preflight.run_config import output_dir, params_of, recorded_config
 from orchestrator.driver.process.origin import left_run
@@ -187,7 +187,7 @@ def _continued(
     config: Config,
     run_dir: RunDir,
     name: str,
-    found: Sequence[str],
+    found: Sequence[Misfit],
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     words: Sequence[str],
@@ -198,10 +198,10 @@ def _continued(
     """
     if found and (error := other_job(config, run_dir, key=name, words=words)) is not None:
         raise ConfigError([error])
-    is_other_model = any(error.startswith(OTHER_MODEL) for error in found)
+    is_other_model = any(misfit.of_model for misfit in found)
     if is_other_model and (error := other_fields(config, run_dir, before, now, key=name, words=words)) is not None:
         raise ConfigError([error])
-    return [f"{name}={getattr(config, name)}: {error}" for error in found]
+    return [f"{name}={getattr(config, name)}: {misfit.text}" for misfit in found]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,24 @@ memory of a training step with one."""
 GRADIENT_TOLERANCE = 10
 """How many times the tolerance of a loss the gradients may differ."""
 
-OTHERWISE = "this job trains otherwise on parts of a batch than on the whole"
-"""How the warning about a batch that is divided begins, after what divides it."""
-
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 TOLERANCE = 1e-4
 """The relative difference of two losses in float32 that rounding explains, as in the comparison of stages."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What the user should know of the set-up of a rank.
+
+    Attributes:
+        text: for the user.
+        kind: ``otherwise`` if the job trains otherwise on parts of a batch than on the whole, ``not compared`` if that
+            could not be found out.
+    """
+
+    text: str
+    kind: Literal["note", "otherwise", "not compared"] = "note"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +84,6 @@ class BatchPart:
     weight: float | Tensor
 
 
-NOT_COMPARED = "was not compared with"
-"""What the warnings about comparisons say that could not be made."""
 LossOfParts = Callable[[Sequence[Any], Sequence[BatchPart]], Tensor]
 """Returns the mean loss of a batch, given the outputs for its parts and the parts."""
 
@@ -101,7 +110,7 @@ def warning_about_parts(
     precision: Precision,
     seed: int,
     loss: LossOfParts,
-) -> str | None:
+) -> Remark | None:
     """Compare one batch with its halves; return what the user should know, or None if they train the same.
 
     Gradients are compared too, unless training computes those of so few samples at once that memory may be short.
@@ -171,7 +180,7 @@ def warning_about_parts(
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
             return not_compared(division, " ".join(error_text(e).split())[:300])
     losses = (float(whole.loss), float(differing[0].loss)) if differing else None
-    return text_of(
+    return otherwise(
         division,
         samples=len(items),
         losses=losses,
@@ -222,15 +231,16 @@ def by_keys(strategy: str, **numbers: int) -> str:
     return " ".join([f"strategy={strategy}", *given])
 
 
-def not_compared(division: BatchDivision, reason: str) -> str:
+def not_compared(division: BatchDivision, reason: str) -> Remark:
     """Return the warning about a comparison that could not be made."""
-    return (
-        f"{division.by}: the loss of a batch {NOT_COMPARED} those of its halves ({reason}); a loss that sums or "
+    text = (
+        f"{division.by}: the loss of a batch was not compared with those of its halves ({reason}); a loss that sums or "
         "compares samples would differ from that of strategy=single"
     )
+    return Remark(text, "not compared")
 
 
-def text_of(
+def otherwise(
     division: BatchDivision,
     *,
     samples: int,
@@ -239,7 +249,7 @@ def text_of(
     gradients: Sequence[str],
     changed: Sequence[str],
     parameters: bool,
-) -> str | None:
+) -> Remark | None:
     """Return the warning about a loss and a state that depend on the division; None if there are none.
 
     Args:
@@ -280,10 +290,11 @@ def text_of(
             when = "and each worker keeps those of its own samples; make them buffers (register_buffer) to share them"
         found.append(f"forward passes change {first_few(changed, 3)}, {when}")
         remedies.append("for statistics of batches, take nn.BatchNorm with strategy=ddp strategy.sync_batchnorm=true")
-    return (
-        f"{division.by}: {OTHERWISE}: {'; '.join(found)}. "
+    text = (
+        f"{division.by}: this job trains otherwise on parts of a batch than on the whole: {'; '.join(found)}. "
         f"Remedies: {'; '.join(remedies)}; or use strategy=single train.grad_accumulation=1"
     )
+    return Remark(text, "otherwise")
 
 
 def spread(dataset: Any, count: int) -> list[Any]:

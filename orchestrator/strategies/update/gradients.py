@@ -22,6 +22,8 @@ from orchestrator.planning.plan import Plan
 from orchestrator.user_code.errors import JobError
 
 BUCKET_BYTES = 25 * 2**20
+ROW = 2**10
+"""So many squares are added one by one without much rounding."""
 
 
 def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
@@ -111,7 +113,7 @@ def norm_over(
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_copies.setdefault(copies(parameter), []).append(_entries(parameter.grad))
+            by_copies.setdefault(copies(parameter), []).extend(_with_norm_of(_entries(parameter.grad)))
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for number, gradients in by_copies.items():
         squares += nn.utils.get_total_norm(gradients).to(device, torch.float64).square() / number
@@ -159,6 +161,20 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _entries(gradient: Tensor) -> Tensor:
     """Return the values of a gradient, without duplicate entries: a sparse one may have several for one index."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _with_norm_of(gradient: Tensor) -> list[Tensor]:
+    """Return tensors that together have the norm of ``gradient``, so that adding their squares one by one is exact
+    enough: on CPUs, torch adds so, and in 16 bits it rounds the norm of each tensor to them.
+    """
+    narrow = gradient.dtype in (torch.bfloat16, torch.float16)
+    if not narrow and (gradient.device.type != "cpu" or gradient.numel() <= ROW):
+        return [gradient]
+    flat, dtype = gradient.reshape(-1), torch.float32 if narrow else None
+    end = flat.numel() // ROW * ROW
+    parts = [part for part in (flat[:end].view(-1, ROW), flat[end:].view(1, -1)) if part.numel()]
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
+    return [part for norm in norms for part in _with_norm_of(norm)]
 
 
 def sparse_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

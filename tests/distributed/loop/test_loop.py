@@ -31,6 +31,7 @@ from orchestrator.protocol.messages import ANY_RANK, EvalPoint, RecoverableSteps
 from orchestrator.state.best import BestSoFar
 from orchestrator.state.checkpoint import list_checkpoints, load
 from orchestrator.strategies import registry
+from orchestrator.strategies.data.batch_parts import Remark
 from orchestrator.strategies.trainer import Trainer
 from orchestrator.worker.control.control import AbandonedError, Outbox
 from orchestrator.worker.control.rendezvous import context_of
@@ -365,7 +366,7 @@ class Noted(Trainer):
     """Has something to say about its set-up."""
 
     def setup_warnings(self):
-        return ("something was not checked",)
+        return (Remark("something was not checked"),)
 
 
 def offered_by_a_survivor_and_a_new_rank(rank: int, case: Case, run_dir: str) -> tuple[RecoverableSteps, bool]:

@@ -32,7 +32,7 @@ def train_all(rank: int, options: StrategyConfig, accumulation: int) -> dict[str
         train = having(steps=3, global_batch_size=16, grad_accumulation=accumulation)
         strategy = make(Case(job=job, train=train, options=options), rank)
         seen = watched(strategy, steps(strategy))
-        found[name] = Trained(warnings="\n".join(strategy.setup_warnings()), seen=seen)
+        found[name] = Trained(warnings="\n".join(remark.text for remark in strategy.setup_warnings()), seen=seen)
         close_strategies()
     return found
 

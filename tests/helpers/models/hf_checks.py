@@ -30,7 +30,7 @@ def on_parts(kind: Kind, model_type: str) -> str:
         seed=3,
         loss=mean_loss(job),
     )
-    return found or ""
+    return found.text if found else ""
 
 
 def in_stages(kind: Kind, model_type: str) -> str:

@@ -206,7 +206,7 @@ def preflight(rank: int, case: Case, world_size: int) -> tuple[tuple[str, ...], 
 def trained(rank: int, case: Case) -> Result:
     """Train on this rank, and evaluate after the last step."""
     strategy = make(case, rank, refused_by_one=True)
-    warnings = strategy.setup_warnings()
+    warnings = tuple(remark.text for remark in strategy.setup_warnings())
     seen = watched(strategy, steps(strategy, want_grad_norm=True))
     return Result(steps=seen, points=[validated(strategy, rank, strategy.job.dataset("val"))], warnings=warnings)
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def warnings(job: Job, options: StrategyConfig, **layout: int) -> str:
-    return "\n".join(built(job, options, **layout).setup_warnings())
+    return "\n".join(remark.text for remark in built(job, options, **layout).setup_warnings())
 
 
 @pytest.mark.parametrize("name", DEPEND)
@@ -57,7 +57,7 @@ def test_fsdp_compares_the_whole_model_too(golden: Golden) -> None:
     assert {name: warnings(job, FSDP) for name, job in EQUAL.items()} == dict.fromkeys(EQUAL, "")
     job, huge = EQUAL["plain"], nn.Linear(10**7, 10**7, device="meta")
     (said,) = built(job, FSDP).notes_on(huge, job.dataset("train"))
-    golden.says(said)
+    golden.says(said.text)
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -209,4 +209,4 @@ def pipeline_warnings(job: Job) -> str:
     )
     strategy, train_set = MeshTrainer(context, job), job.dataset("train")
     strategy.setup(train_set)
-    return "\n".join(strategy.setup_warnings())
+    return "\n".join(remark.text for remark in strategy.setup_warnings())

@@ -15,9 +15,10 @@ from helpers.machines.plans import GPU_BOX, config_of, plan_of
 from helpers.models.zoo_cells import STRATEGIES
 from orchestrator.model.partial_init import build_fake
 from orchestrator.strategies import registry
-from orchestrator.strategies.update.gradients import check_gradient_hooks, clip
+from orchestrator.strategies.update.gradients import ROW, check_gradient_hooks, clip, norm_over
 from orchestrator.user_code.errors import JobError
 
+CPU = torch.device("cpu")
 Hook = Callable[[nn.Parameter], object]
 
 
@@ -181,3 +182,12 @@ def test_each_entry_of_a_gradient_is_clipped_by_its_value() -> None:
     assert dense.grad.tolist() == [-0.5, 0.25, 0.5]
     torch.testing.assert_close(sparse.grad.to_dense(), torch.tensor([0.5, 0.0, 0.1]))
     assert none.grad is None
+
+
+@pytest.mark.parametrize("count", [5, ROW, 3 * ROW + 1, 2**23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_norm_of_a_gradient_does_not_depend_on_its_size(count: int, dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(count, dtype=dtype))
+    parameter.grad = torch.linspace(0, 1, count).to(dtype)
+    wanted = parameter.grad.double().norm()
+    torch.testing.assert_close(norm_over(None, [parameter], CPU).double(), wanted, rtol=1e-6, atol=0)
