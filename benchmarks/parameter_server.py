@@ -1,5 +1,4 @@
-"""Parameter servers with delayed workers under each consistency, the step time relative to DDP, and the bytes of sparse
-pulls.
+"""Parameter servers with delayed workers, waiting and not waiting; step time relative to DDP; bytes of sparse pulls.
 
 python benchmarks/parameter_server.py
 """
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import forked
-from harness.arms import RESULTS
 from harness.forked import StepTimes
 from harness.rounds import Claim, argument_parser, interleave, report, table
 from torch import Tensor
@@ -32,21 +30,18 @@ WORKERS = 4
 STEP_MS = 20.0
 DELAYED_STEPS = 150
 """Steps of each worker in the experiments with delays."""
-BOUNDS = (0, 1, 2, 4, 8, 16)
 TARGET_LOSS = 0.5
 LR = 0.4
-"""Learning rate of a synchronous step. Other consistencies divide it among the updates of the workers."""
+"""Learning rate of a synchronous step. With ``async`` it is divided among the updates of the workers."""
 
 SERVER = "strategy=parameter_server"
 TRANSIENT, PERSISTENT = "a tenth of the steps takes five times as long", "one worker always three times as slow"
-PICTURE = RESULTS / "parameter-server.png"
 
 Measured = dict[str, dict[str, list[float]]]
 """The values of all rounds, by kind of delay and by consistency."""
 
 CONSISTENCIES: dict[str, tuple[str, ...]] = {
     "sync": (SERVER, "strategy.consistency=sync"),
-    "stale, s=8": (SERVER, "strategy.consistency=stale", "strategy.max_staleness=8"),
     "async": (SERVER, "strategy.consistency=async"),
 }
 
@@ -79,8 +74,8 @@ def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     rounds = 1 if arguments.quick else ROUNDS
     claims: list[Claim] = []
-    rates, idle = _delays(claims, rounds)
-    to_target = _bounds()
+    rates, idle = _delays(rounds)
+    to_target = _to_target()
     notes = [
         table(
             ["delays", "consistency", f"gradients/s of {WORKERS} workers", "idle, %"],
@@ -103,15 +98,10 @@ def main() -> None:
         _sparse(claims),
     ]
     report("parameter-server", claims, ceiling=None, rounds={}, notes="\n\n".join(notes), keep=not arguments.quick)
-    if not arguments.quick:
-        draw(rates, to_target, PICTURE)
 
 
-def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
-    """Measure gradients/s and idle shares.
-
-    Bounded staleness helps against transient delays, but not against a worker that is always slow.
-    """
+def _delays(rounds: int) -> tuple[Measured, Measured]:
+    """Measure gradients/s and idle shares."""
     jobs = {TRANSIENT: Delayed(transient=True), PERSISTENT: Delayed(persistent=True)}
     rates: Measured = {delays: {name: [] for name in CONSISTENCIES} for delays in jobs}
     idle: Measured = {delays: {name: [] for name in CONSISTENCIES} for delays in jobs}
@@ -122,53 +112,17 @@ def _delays(claims: list[Claim], rounds: int) -> tuple[Measured, Measured]:
             for name, ranks in found.items():
                 rates[delays][name].append(_rate(ranks))
                 idle[delays][name].append(statistics.fmean(r.metrics["parameter_server/wait_pct"] for r in ranks) / 100)
-    gains = {d: [a / b for a, b in zip(by["stale, s=8"], by["sync"], strict=True)] for d, by in rates.items()}
-    claims += [
-        Claim(name="transient delays: gradients/s, stale / sync", ratios=gains[TRANSIENT], at_least=1.5),
-        Claim(name="transient delays: idle share with stale", ratios=idle[TRANSIENT]["stale, s=8"], at_most=0.10),
-        Claim(name="always slow: gradients/s, stale / sync", ratios=gains[PERSISTENT], at_most=1.15),
-    ]
     return rates, idle
 
 
-def _bounds() -> dict[str, tuple[float, float]]:
-    """Measure steps and seconds to a loss with transient delays: looser bounds give faster but less effective steps."""
-    bounded = {f"stale, s={s}": (SERVER, "strategy.consistency=stale", f"strategy.max_staleness={s}") for s in BOUNDS}
-    consistencies = {"sync": CONSISTENCIES["sync"], **bounded, "async": CONSISTENCIES["async"]}
+def _to_target() -> dict[str, tuple[float, float]]:
+    """Measure steps and seconds to a loss with transient delays."""
     arms = {
         name: delayed(overrides, Delayed(transient=True, lr=LR if name == "sync" else LR / WORKERS))
-        for name, overrides in consistencies.items()
+        for name, overrides in CONSISTENCIES.items()
     }
     (found,) = interleave(arms, rounds=1, text=_describe_time_to)
     return {name: _time_to(TARGET_LOSS, ranks) for name, ranks in found.items()}
-
-
-def draw(rates: Measured, to_target: Mapping[str, tuple[float, float]], path: Path) -> None:
-    """Draw the rates under both kinds of delay and the time to a loss as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, (delays, colour) in enumerate({TRANSIENT: "#0072B2", PERSISTENT: "#D55E00"}.items()):
-        heights = [statistics.median(values) for values in rates[delays].values()]
-        places = [place + 0.38 * (number - 0.5) for place in range(len(heights))]
-        bars = left.bar(places, heights, width=0.36, color=colour, label=delays)
-        left.bar_label(bars, fmt="{:.0f}", fontsize=8)
-    left.set_xticks(range(len(CONSISTENCIES)), list(CONSISTENCIES))
-    left.set_ylabel(f"gradients/s of {WORKERS} workers")
-    left.set_ylim(0, 1.45 * max(statistics.median(v) for by in rates.values() for v in by.values()))
-    left.legend(frameon=False, loc="upper left", fontsize=8)
-    left.set_title("Less waiting gives more gradients", loc="left", fontweight="bold")
-    names = [name.removeprefix("stale, ") for name in to_target]
-    right.plot(range(len(names)), [seconds for _, seconds in to_target.values()], marker="o", color="#0072B2")
-    right.set_xticks(range(len(names)), names, fontsize=8)
-    right.set_ylim(bottom=0)
-    right.set_ylabel(f"seconds to a loss of {TARGET_LOSS}")
-    right.set_title("and a shorter time to the loss, with transient delays", loc="left", fontweight="bold")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def _time_to(loss: float, ranks: Sequence[StepTimes]) -> tuple[float, float]:

@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options, which are those of Hydra, and as ``words`` the overrides and the options that choose files.
+    """Return Hydra's options, and as ``words`` the overrides and the options that choose files.
 
     Raises:
         ConfigError: an option is unknown, or has no effect here.

@@ -149,7 +149,7 @@ class FullySharded:
         """Gather what a pass skips too, and sum gradients that a rank lacks as zeros, as other ranks have them.
 
         Args:
-            order: the divided modules that each of the ``called`` ones calls, and those that these call in turn.
+            order: the divided modules that each of the ``called`` ones calls, directly or through others.
             called: the modules that are called.
             recomputed: those that may be called again in the backward pass, inside of others; a rank that skips one of
                 them in training raises a ValueError.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import create_functions
 from hydra.core.override_parser.overrides_visitor import HydraErrorListener, HydraOverrideVisitor
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobRuntime
@@ -106,6 +107,18 @@ def element_text(value: Any) -> str:
     """Return a parsed value as an override has it."""
     text: str = Override._get_value_element_as_str(value)
     return text
+
+
+@own_hydra()
+def quote_text(text: str) -> str:
+    """Return ``text`` as it has to be typed for Hydra to read the same text back; in quotes only if necessary."""
+    if re.fullmatch(r"[\w./:@%+-]+", text, re.ASCII):
+        override = parse_override(f"key={text}", lambda _, value: value, lambda value: value)
+        if type(override.value()) is str:
+            return text
+    # A backslash keeps OmegaConf from reading ${...} as an interpolation; those before it have to be doubled.
+    literal = re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", text)
+    return QuotedString(text=literal, quote=Quote.single).with_quotes()
 
 
 @dataclass(frozen=True)

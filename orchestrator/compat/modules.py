@@ -34,7 +34,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return those of the module's own buffers that its ``state_dict()`` has."""
+    """Return the module's own buffers that its ``state_dict()`` has."""
     return {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 

@@ -174,7 +174,7 @@ class RecoveryConfig:
     max_failures: int = option("worker failures that a run survives; 0: the first failure ends the run", minimum=0)
     spares: int = option("idle workers kept ready to replace a lost one", minimum=0)
     peer_copy_every: int = option(
-        "steps between copies of each pipeline stage, shard or parameter server to a neighbour's memory; 0: no copies",
+        "steps between copies of each pipeline stage or shard to a neighbour's memory; 0: no copies",
         minimum=0,
     )
     backoff_s: float = option(

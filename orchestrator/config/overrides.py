@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.errors import HydraException
 
 from orchestrator.compat.hydra import element_text, own_hydra, parse_override
+from orchestrator.compat.hydra import quote_text as quote_text
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import GROUPS, Files, instead_of, is_option, options_of
 from orchestrator.config.job_source import classes_beside
@@ -102,7 +103,7 @@ def last_of_each(words: Iterable[str], say: Callable[[str], None]) -> list[str]:
 
 
 def choosing(words: Sequence[str], *keys: str) -> list[str]:
-    """Return of ``words`` those that choose valid files, and those that set single values of keys that begin so."""
+    """Return the ``words`` that choose valid files, or that set a single key whose name begins with one of ``keys``."""
     files = Files.of(words)
     valid = (o for o in parse(words, []) if not o.is_sweep_override() and not group_error(o, files))
     lines = (str(o.input_line) for o in valid if files.is_group(o.key_or_group) or o.key_or_group.startswith(keys))
@@ -223,16 +224,6 @@ def group_error(override: Override, files: Files) -> str | None:
     if group == "job" and hint == valid and name.isidentifier():
         error += f"; for one of your own, go to the directory with conf/job/{name}.yaml, or give job=<module>.<class>"
     return error
-
-
-@own_hydra()
-def quote_text(text: str) -> str:
-    """Return ``text`` as it has to be typed for Hydra to read the same text back; in quotes only if necessary."""
-    if re.fullmatch(r"[\w./:@%+-]+", text, re.ASCII) and type(_parse(f"key={text}").value()) is str:
-        return text
-    # A backslash keeps OmegaConf from reading ${...} as an interpolation; those before it have to be doubled.
-    literal = re.sub(r"(\\*)\$\{", lambda m: f"{m[1] * 2}\\${{", text)
-    return QuotedString(text=literal, quote=Quote.single).with_quotes()
 
 
 @own_hydra()

@@ -15,14 +15,18 @@ from orchestrator.config.files import GROUPS, group_values
 from orchestrator.config.job_loader import unmasked
 from orchestrator.config.overrides import values
 from orchestrator.config.schema import Config, JobSpec
-from orchestrator.config.synonyms import SIZES
+from orchestrator.config.synonyms import GONE, SIZES
 from orchestrator.config.typed import plain
 
 _OF_ITS_TRAINING = frozenset(
     {"name", "resume", "evaluate", "start_from", "plan", "debug", "profile", "callbacks", "checkpoint", "sweep"}
 )
 """Keys and sections that say how the run was trained, or have no meaning for another one."""
-_KEYS_OF_ITS_TRAINING = ("train.epochs", "train.stop_after", "train.stop_min_delta", "recovery.chaos")
+_KEYS_OF_ITS_TRAINING = (
+    *GONE,
+    *("train.epochs", "train.stop_after", "train.stop_min_delta", "recovery.chaos", "recovery.peer_copy_every"),
+    "strategy.consistency",
+)
 
 
 def overrides_to_evaluate(config_file: Path, given: Sequence[str]) -> list[str]:

@@ -90,9 +90,16 @@ _FIELDS = (
     "warmup_steps warmup_ratio warmup min_lr dropout hidden_size model model_name_or_path dataset data_path train_file "
     "max_length max_seq_length seq_len block_size"
 )
-_REMEDIES = {word: f"use {key}" for key, words in NAMES.items() for word in words.split()} | {
-    word: _FIELD.format(word) for word in _FIELDS.split()
+GONE = {
+    "strategy.max_staleness": "staleness has no bound any more: use strategy.consistency=async, or sync",
+    "strategy.compression": "pushes are not compressed: leave it out, or use strategy=ddp strategy.comm_hook=bf16",
 }
+"""Keys of earlier versions, which records still have, and what to use in their place."""
+_REMEDIES = (
+    {word: f"use {key}" for key, words in NAMES.items() for word in words.split()}
+    | {word: _FIELD.format(word) for word in _FIELDS.split()}
+    | {key.rpartition(".")[2]: remedy for key, remedy in GONE.items()}
+)
 
 
 _VALUES = {
@@ -101,10 +108,11 @@ _VALUES = {
         "bf16": "bf16-mixed bfloat16",
         "fp32": "32 32-true float32 full no",
     },
+    "strategy.consistency": {"async": "stale ssp asynchronous", "sync": "synchronous"},
     "checkpoint.best_direction": {"maximize": "max", "minimize": "min"},
     "sweep.direction": {"maximize": "max", "minimize": "min"},
 }
-"""Values by what others call them."""
+"""Values by what others, or earlier versions, call them."""
 _VARIABLE = re.compile(r"(?:WANDB|MLFLOW|RAY|NCCL|CUDA|TORCH|OMP|HF|PYTHON)_[A-Z0-9_]+")
 
 SIZES = {"shard_size": "shard", "pipeline_parallel_size": "pipeline"}

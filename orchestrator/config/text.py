@@ -42,7 +42,7 @@ def path_override(key: str, path: str) -> str:
     """Return the override that sets ``key`` to a path or a URL of any characters."""
     if "/" in path and re.fullmatch(r"[\w./:@%+-]+", path):
         return f"{key}={path}"
-    from orchestrator.config.overrides import quote_text  # imports Hydra, which takes a second
+    from orchestrator.compat.hydra import quote_text  # imports Hydra, which takes a second
 
     return f"{key}={quote_text(path)}"
 

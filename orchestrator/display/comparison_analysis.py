@@ -158,7 +158,7 @@ def _time_of_day(run: ComparedRun) -> str:
 def verdict(comparison: Comparison) -> list[str]:
     """Return one sentence for each job, then one for each reason to doubt the speeds.
 
-    The sentence says which run that finished was the fastest, and which has the best ``sweep.metric`` or loss.
+    The sentence names the fastest of the finished runs, and the one with the best ``sweep.metric`` or loss.
     """
     grouped = comparison.grouped
     jobs = dict.fromkeys(run.job for run in grouped.runs)

@@ -152,7 +152,7 @@ def columns(comparison: Comparison, *, unicode: bool) -> list[TableColumn]:
 
 
 def _declared_columns(runs: Sequence[ComparedRun]) -> list[tuple[MetricSpec, Summary, Column]]:
-    """The columns that the metrics of the runs declare, without those that are optional and empty."""
+    """The columns that the metrics of the runs declare, without empty optional ones."""
     registry = MetricRegistry(CORE_METRICS)
     for run in runs:
         for spec in run.metrics:

@@ -277,7 +277,7 @@ class LiveConsole(PlainConsole):
 
 
 class _ForgivingStream(io.TextIOBase):
-    """A text stream that ignores a reader that has gone away and replaces characters that it cannot encode."""
+    """A text stream that ignores a lost reader and replaces characters outside of its encoding."""
 
     def __init__(self, stream: IO[str]):
         self._stream = stream

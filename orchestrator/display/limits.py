@@ -147,7 +147,7 @@ def larger_microbatches(*, busiest_pct: float, theory_pct: float) -> int:
 def _less_communication(settings: _Settings) -> str:
     if settings.strategy == "parameter_server":
         synchronous = settings.get("strategy.consistency") == "sync"
-        return "strategy.consistency=stale" if synchronous else settings.times("strategy.num_shards")
+        return "strategy.consistency=async" if synchronous else settings.times("strategy.num_shards")
     if settings.strategy == "ddp" and settings.on_gpus and settings.get("strategy.comm_hook") == "none":
         return "strategy.comm_hook=bf16"
     return settings.times(_BATCH)

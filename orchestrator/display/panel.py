@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ from orchestrator.display.plain_text import (
     workers_text,
 )
 from orchestrator.protocol import events
-from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
+from orchestrator.protocol.core_metrics import CORE_METRICS, EPOCH, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import MetricRegistry, MetricSpec
 
 _SLOWEST_FROM = 1.25
@@ -61,7 +62,7 @@ class RunView:
         self._reached_from = 0.0
 
     def update(self, event: events.Event, now: float) -> None:
-        """Take over what ``event`` says, which came at ``now``, in seconds of a clock that never steps."""
+        """Take over ``event``, which came at ``now``, in seconds of a monotonic clock."""
         match event:
             case events.RunStarted():
                 self.started, self.started_at, self.step = event, now, event.resumed_from_step or 0
@@ -160,7 +161,7 @@ def status_line(
         values: the newest values of metrics by name.
         eta_s: the seconds that remain, None if unknown.
         metrics: the declared metrics, in the order in which they appear.
-        chosen: those that the user has chosen, which appear too.
+        chosen: further ones, chosen by the user.
     """
     parts = [f"step {step}/{steps}" if steps else f"step {step}", *_progress_texts(values, metrics)]
     parts += [text for name, text in chosen.texts(values, metrics).items() if not _has_progress(name, metrics)]
@@ -222,6 +223,9 @@ def _progress(view: RunView, now: float, *, width: int, unicode: bool) -> Text:
         parts.append(duration(now - view.started_at, whole=True))
     if (eta := view.eta_s()) is not None:
         parts.append(f"eta {duration(eta)}")
+    if (epoch := view.latest.get(EPOCH.name)) is not None:
+        passes = max(1, math.ceil(epoch))
+        parts.append(f"epoch {passes} {epoch - passes + 1:.0%}")
     text = "  " + "  ".join(parts)
     length = max(0, width - len(text))
     done = int(share * length)

@@ -101,7 +101,7 @@ _HOW = {"FINISHED": "finished", "PRUNED": "was pruned", "FAILED": "failed", "KIL
 
 
 def describe_run(record: Mapping[str, Any], summary: Mapping[str, Any], *, status: str, reason: str) -> str:
-    """Return in Markdown what ran where, how fast, what it reached, what limited it, and how it recovered.
+    """Return the plan, the speed, the result, the limit and the recoveries of a run in Markdown.
 
     Args:
         record: the contents of ``run.json`` at the end of the run.

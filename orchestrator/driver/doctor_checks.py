@@ -21,9 +21,11 @@ from orchestrator.config.text import first_few
 from orchestrator.driver.checked_runs import this_machine
 from orchestrator.driver.code.worker_code import code_for_workers
 from orchestrator.driver.nodes.node_reports import clock_offset, driver_report, measure_all_reduce, node_reports
+from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.run_config import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
+from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.plan import Node
 from orchestrator.policy import node_check
 from orchestrator.protocol.node_report import Finding, NodeReport, NoReport
@@ -63,6 +65,7 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
             yield Finding(check="Ray", level="ok", text=f"connected to {ray.get_runtime_context().gcs_address}")
             yield node_check.check_token(required=cluster.asks_for_token(), file=_token_file())
             yield from _nodes(config)
+            yield from check_cpus_of_data(config, cluster.allowed_nodes(config.cluster))
     except ConfigError as e:
         yield Finding(check="Ray", level="fault", text=str(e), remedy="see cluster/README.md")
 
@@ -75,6 +78,15 @@ def check_job(config: Config) -> Iterator[Finding]:
     if find_class(config.job.target, errors) is not None:
         yield Finding(check="job", level="ok", text=f"{config.job.target} can be imported", where=("this process",))
     yield from (Finding(check="job", level="fault", text=error) for error in errors)
+
+
+def check_cpus_of_data(config: Config, nodes: tuple[Node, ...]) -> Iterator[Finding]:
+    """Say which CPUs of a cluster tasks would have that read the data; nothing if it has no room for the workers."""
+    if (sizes := plan_sizes(config, None, nodes, [], oversubscribe_cpus=False)) is not None:
+        note, error = cpus_for_data(sizes.initial, nodes)
+        remedy = "" if error is None else "with such data, lower strategy.num_workers or cluster.cpus_per_worker"
+        text = f"if job.dataset returns a ray.data.Dataset, {note}"
+        yield Finding(check="data", level="ok", text=text, remedy=remedy)
 
 
 def _token_file() -> str | None:

@@ -1,4 +1,4 @@
-"""The model of a run in a format that its job writes, or as a program that runs without the code that built it.
+"""The model of a run in a format of its job, or as a program that needs none of the job's code.
 
 The program is a graph of ``torch.export``, which takes the weights as an argument, so that its file has none of them.
 """

@@ -1,4 +1,4 @@
-"""Which call of a model or of a job has led to an error in code that is not the user's, and what it was given."""
+"""The call of a model or of a job that has led to an error in code of others, and its arguments."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
@@ -136,8 +135,3 @@ def touches_rows_alone(optimizer: Optimizer, group: dict[str, object]) -> bool:
     if isinstance(optimizer, SGD):
         return not group["momentum"] and not group["weight_decay"]
     return isinstance(optimizer, Adagrad) and not group["weight_decay"]
-
-
-def wire_dtype(dtype: torch.dtype, compression: str) -> torch.dtype:
-    """Return the dtype in which to send a gradient of ``dtype``; ``compression`` is ``"bf16"`` or ``"none"``."""
-    return torch.bfloat16 if compression == "bf16" and dtype in (torch.float32, torch.float64) else dtype

@@ -1,8 +1,8 @@
 """What Python code remembers from one call to the next, where its attributes, its class, closures and globals show it.
 
 A recorded forward pass repeats what one call of the code between the submodules did. Code that behaves otherwise at a
-later step has to remember something from the steps before, so a comparison of this memory before and after a call finds
-it, whatever the step at which it would matter.
+later step has to remember something from the steps before. So a comparison of this memory before and after a call finds
+it, at any step.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class ParameterSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The number of workers that the rows of each parameter, of its gradient and of its optimizer state are divided
-    over, the number of workers that all parameters are, and whether all of that is in host memory."""
+    """The number of workers over which the rows of each parameter, gradient and optimizer state are divided, the
+    number of workers over which all parameters are, and whether all of that is in host memory."""
 
     parameters: int = 1
     gradients: int = 1
@@ -47,7 +47,7 @@ class Division:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Division:
-        """Return that of strategies that divide all alike: over the shards and the stages of ``mesh``."""
+        """Return the same division for all tensors: over the shards and the stages of ``mesh``."""
         shards = mesh.num_shards
         return cls(parameters=shards, gradients=shards, optimizer=shards, stages=mesh.pipeline)
 

@@ -1,4 +1,4 @@
-"""The sizes that an elastic run may have, and which worker gets which rank when its size changes. Pure."""
+"""The sizes that an elastic run may have, and the ranks of its workers when the size changes. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Sizes:
     Attributes:
         meshes: the mesh of each size, the smallest first.
         initial: the plan that the run is to start with.
+        cpus_of_data: the CPUs that have to be left beside the workers of each size.
     """
 
     def __init__(
@@ -27,7 +28,9 @@ class Sizes:
         *,
         initial: Mesh,
         find_rescues: Callable[[], Sequence[Mesh]] = tuple,
+        cpus_of_data: float = 0.0,
     ):
+        self.cpus_of_data = cpus_of_data
         self.meshes = tuple(meshes)
         self._find_rescues = functools.cache(find_rescues)
         self._make_plan = make_plan

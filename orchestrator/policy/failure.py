@@ -1,4 +1,4 @@
-"""How the part of each rank ended, which failure came first, and those that the driver finds itself. Pure."""
+"""How the part of each rank ended, the first failure, and failures that the driver finds itself. Pure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Outcomes:
 
     @property
     def left_by(self) -> str:
-        """Why the others may wait in vain for the ranks that are :attr:`done`, of which there are some."""
+        """Why the others may wait in vain for the ranks that are :attr:`done`. There is at least one."""
         ranks = first_few([f"rank {rank}" for rank in sorted(self.done)])
         return f"{ranks} ended without an error before, so the ranks disagree on when to end"
 

@@ -198,7 +198,7 @@ def awaited(ranks: Mapping[int, Enqueued]) -> tuple[int, str] | None:
 
 
 def _waits(ranks: Mapping[int, Enqueued]) -> Iterator[tuple[int, int, str]]:
-    """Yield each rank that waits, the one that it waits for, and what that one has not enqueued."""
+    """Yield each waiting rank, the awaited one, and the operation that the awaited one has not enqueued."""
     members = {name: group for enqueued in ranks.values() for name, group in enqueued.members.items()}
     for rank, enqueued in ranks.items():
         for name, number in enqueued.last.items():

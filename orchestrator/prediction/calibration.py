@@ -8,12 +8,14 @@ attention what its kernels are known to reach.
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from orchestrator.config.build import ConfigError
@@ -30,6 +32,8 @@ CASES: Mapping[Case, str] = {
     "new software": "of other software on a known device",
     "all new": "of software and devices without a known run",
 }
+SPREADS = Path(__file__).with_name("spreads.csv")
+"""The errors by what is known, which ``benchmarks/spreads.py`` writes."""
 LeftOut = Callable[[Setup], bool]
 OURS = "orchestrator"
 """How the software of runs of this program begins."""
@@ -49,8 +53,6 @@ _ATTENTION, _OF_TRANSFORMER_ENGINE, _ON_NEWER = 0.6, 0.55, 0.35
 """The shares of the peak rate that attention reaches: FlashAttention-2 on A100 (arXiv:2307.08691: 50 to 73 %), cuDNN's
 on newer devices, and FlashAttention-2 there (arXiv:2407.08608: 35 % on H100)."""
 _NEWER = ("H", "B")
-MOST_IN_TURN = 8
-"""The runs of a setup that calibrate the others in turn, at most."""
 DISPATCH_S = 0.003
 """The time of the host to dispatch the tokens of a micro-batch to the experts of a layer and back: what the two setups
 take whose dense runs tell the share of products too, Megatron's FP8 on H100 and MXFP8 on GB200."""
@@ -175,18 +177,18 @@ def typical(runs: Sequence[Run]) -> Run:
 def known_of(runs: Sequence[Run]) -> list[Run]:
     """Return the runs that are marked, or a typical one of each setup and family that has several and no marked one."""
     found: list[Run] = []
-    for group in _groups(runs):
+    for group in groups(runs):
         marked = [run for run in group if run.is_known]
         found += marked or ([typical(group)] if len(group) > 1 else [])
     return found
 
 
-def _groups(runs: Iterable[Run]) -> list[list[Run]]:
+def groups(runs: Iterable[Run]) -> list[list[Run]]:
     """Return the runs by setup and family."""
-    groups: dict[tuple[Setup, str], list[Run]] = {}
+    found: dict[tuple[Setup, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.setup, run.family), []).append(run)
-    return [*groups.values()]
+        found.setdefault((run.setup, run.family), []).append(run)
+    return [*found.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,10 +244,13 @@ def compare(rows: Sequence[Row], tables: Tables) -> list[Compared]:
 
 
 def _compared(run: Run, known: Known) -> Compared:
+    def unknown(setup: Setup) -> bool:
+        return setup.software == run.setup.software or setup.device == run.setup.device
+
     return Compared(
         run=run,
         shares=known.shares(run.setup, run.family, of=run),
-        unseen=known.prior(run.setup, run.family, _left_out("all new", run.setup)),
+        unseen=known.prior(run.setup, run.family, unknown),
         is_known=any(run is k for k in known.runs),
     )
 
@@ -272,16 +277,6 @@ def shares_of_job(device: str, *, compiled: bool, sparse: bool) -> Shares:
 def has_published_runs(device: str) -> bool:
     """Return whether a published run is on such a device, whatever the size of its memory."""
     return any(run.setup.device == device.split("-")[0] for run in published_runs())
-
-
-def _left_out(case: Case, setup: Setup) -> LeftOut:
-    """Return what a setup must not know to be a case."""
-    match case:
-        case "new device":
-            return lambda k: k == setup
-        case "new software":
-            return lambda k: k.software == setup.software
-    return lambda k: k.software == setup.software or k.device == setup.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,23 +330,9 @@ def _quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
 
 @functools.cache
 def spread(case: Case, *, sparse: bool) -> Spread:
-    """Return the errors of a case: of published runs, predicted without what is not known in it.
-
-    Args:
-        case: what is known; of a calibrated setup, one run of several on a node in turn.
-        sparse: whether the models have experts.
-    """
-    known, found = published(), []
-    for group in _groups(run for run in published_runs() if run.is_sparse == sparse):
-        setup, family = group[0].setup, group[0].family
-        if case == "calibrated":
-            prior, choices = known.prior(setup, family), on_one_node(group)
-            for one in choices[:: math.ceil(len(choices) / MOST_IN_TURN)]:
-                stack = fitted(one.time, one.seconds, prior)
-                found += [(setup, run.error(stack)) for run in group if run is not one]
-            continue
-        for run in group:
-            shares = known.shares(setup, family, of=run, without=_left_out(case, setup))
-            if shares.case == case:
-                found.append((setup, run.error(shares.stack)))
-    return Spread.of(found)
+    """Return the errors of a case for published runs, with experts if ``sparse``, as the table that ships has them."""
+    with SPREADS.open(newline="") as file:
+        found = next(row for row in csv.DictReader(file) if (row["case"], row["sparse"]) == (case, str(int(sparse))))
+    median, ninth, worst, low, high = (float(found[name]) for name in ("median", "ninth", "worst", "low", "high"))
+    count, setups = int(found["count"]), int(found["setups"])
+    return Spread(count=count, setups=setups, median=median, ninth=ninth, worst=worst, low=low, high=high)

@@ -130,7 +130,7 @@ class Question:
         return forecast.step.samples * self.work.tokens / forecast.seconds
 
     def tokens_s_device(self, forecast: Forecast) -> float:
-        """Return those of a worker."""
+        """Return the tokens, or samples, in a second on one worker."""
         return self.tokens_s(forecast) / forecast.mesh.num_workers
 
     def mfu(self, forecast: Forecast) -> float:

@@ -110,6 +110,8 @@ DATA_WAIT_PCT = MetricSpec(
 )
 """The share of a step that workers wait for samples."""
 
+EPOCH = MetricSpec(name="train/epoch")
+
 ROWS_PER_S = MetricSpec(
     name="perf/data_rows_per_s",
     reduce="max",

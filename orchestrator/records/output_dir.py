@@ -278,7 +278,7 @@ def remove(run_dir: RunDir) -> None:
 
 
 def push_records(run_dir: RunDir) -> None:
-    """Copy what is known about a run that nobody drives to the store that has it.
+    """Copy the local records of a run that nobody drives to its store.
 
     Raises:
         StorageError: the store cannot be used.

@@ -48,7 +48,7 @@ def rank_and_part(name: str) -> tuple[int, int] | None:
 
 
 def newest_part(log: Path) -> Path:
-    """Return the part in which the log continues that begins with the file ``log``, which need not exist."""
+    """Return the next part of the log that begins with the file ``log``, which need not exist."""
     parts = [found for path in log.parent.glob(f"{log.stem}.*log") if (found := rank_and_part(path.name)) is not None]
     return _part(log, max((part for _, part in parts), default=0))
 

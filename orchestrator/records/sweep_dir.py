@@ -81,7 +81,7 @@ class SweepDir:
 
 
 def carried(membership: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment variable that tells a driver which run it executes, of the sweep that it belongs to.
+    """Return the environment variable that tells a driver its run of the sweep.
 
     ``membership``: the id and name of the sweep, the number of the run, and the settings in which it differs from the
     others.

@@ -257,7 +257,7 @@ AnyScheduler = LRScheduler | Schedule
 
 
 def label_of(value: AnyOptimizer | AnyScheduler) -> str:
-    """Return the name of the class that a checkpoint records, and that the one which loads it must have."""
+    """Return the name of the class that a checkpoint records; the optimizer that loads it must have the same."""
     return value.label if isinstance(value, (JointOptimizer, Schedule)) else type(value).__name__
 
 

@@ -82,7 +82,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def with_own_memory(tensors: Mapping[str, Tensor], others: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return those of ``tensors`` whose elements have memory of their own, which none of the ``others`` has either.
+    """Return the ``tensors`` whose elements share memory with no other one, and with none of the ``others``.
 
     They may be views of one storage, as those of a flat buffer are.
     """

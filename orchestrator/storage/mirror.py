@@ -1,4 +1,4 @@
-"""The local directory that stands for one on a store, and a thread that copies what changes there to the store."""
+"""The local directory that stands for one on a store, and a thread that uploads its changes."""
 
 from __future__ import annotations
 

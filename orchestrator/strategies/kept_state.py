@@ -52,7 +52,7 @@ class KeptState:
 
 
 class _Attributes:
-    """The attributes of an object, and what is in those that are containers."""
+    """The attributes of an object, and the contents of containers among them."""
 
     def __init__(self, own: dict[str, Any]):
         self._own = own

@@ -239,14 +239,9 @@ class ParameterServerConfig(StrategyConfig):
         "parameter servers, in addition to the workers, each with an equal share of the parameters",
         minimum=1,
     )
-    consistency: Literal["sync", "async", "stale"] = option(
-        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it "
-        "arrives; stale: async within max_staleness"
+    consistency: Literal["sync", "async"] = option(
+        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it arrives"
     )
-    max_staleness: int = option(
-        "steps by which a worker may be ahead of the slowest, with consistency=stale", minimum=0
-    )
-    compression: Literal["none", "bf16"] = option("compression of the gradients that are pushed")
 
 
 @dataclass(frozen=True, kw_only=True)

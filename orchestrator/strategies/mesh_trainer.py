@@ -1,7 +1,7 @@
 """The strategy of every product of dimensions, put together from four slots.
 
-These are what of a sample and of the layers a rank computes, what it has of the model, how gradients are summed, and
-which elements it updates. Where no rank has a part alone, the state is that of :class:`Trainer`.
+They say how a rank divides samples and layers with others, which part of the model it has, how gradients are summed,
+and the elements that it updates. Where no rank has a part alone, the state is that of :class:`Trainer`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MeshTrainer(Trainer):
         parts: what of each sample and of the layers it computes, where several ranks do so together.
         sums: how the gradients of a step are summed first, while there is a process group.
         owner: the elements that this rank updates.
-        recovery, saving: what ranks that have parts do for each other, and what each of them saves.
+        recovery, saving: how ranks with parts replace each other, and what each of them saves.
     """
 
     compares_whole = True

@@ -1,7 +1,7 @@
-"""Copies of the state of stages, shards or servers in the memory of a neighbouring rank, for recovery.
+"""Copies of the state of stages or shards in the memory of a neighbouring rank, for recovery.
 
 Every ``recovery.peer_copy_every`` steps each rank takes a snapshot of its own state. A background thread sends it to
-the next rank of the ring (the pipeline, or the servers) through a process group of its own. Each rank keeps its last
+the next rank of its ring through a process group of its own. Each rank keeps its last
 two snapshots and the last two of the preceding rank. It takes the next snapshot only after the previous one has arrived
 everywhere, so that one complete set of copies always exists.
 """

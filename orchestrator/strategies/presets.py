@@ -19,7 +19,7 @@ from orchestrator.config.text import to_cli
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.memory import Division
-from orchestrator.planning.mesh import Mesh
+from orchestrator.planning.mesh import DIMENSIONS, Mesh
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout
 from orchestrator.strategies.base import Strategy
@@ -28,7 +28,7 @@ from orchestrator.strategies.keys import MeshConfig
 from orchestrator.strategies.parts.stage_layout import at_other_size, reshard_errors, staged
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
-from orchestrator.strategies.slots import slots_of
+from orchestrator.strategies.slots import Slots, slots_of
 
 if TYPE_CHECKING:
     from orchestrator.strategies.transforms.part import Part
@@ -321,6 +321,12 @@ def _transforms(options: MeshConfig) -> Sequence[type[Part]]:
     return TRANSFORMS
 
 
+def _division(mesh: Mesh, slots: Slots) -> str:
+    """Return the sizes, as they are typed, that divide the model or its samples over workers."""
+    dividing = [name for name in DIMENSIONS if name != "replicate" and (name != "shard" or slots.gathers)]
+    return " and ".join(f"strategy.{name}={mesh.size(name)}" for name in dividing if mesh.size(name) > 1)
+
+
 def _unused_keys(options: MeshConfig, mesh: Mesh) -> list[str]:
     """Return an error for each key that is set and would have no effect in this mesh."""
     reasons = dict[str, Sequence[str]]()
@@ -331,7 +337,7 @@ def _unused_keys(options: MeshConfig, mesh: Mesh) -> list[str]:
     slots = slots_of(options, mesh)
     if not slots.has_buckets:
         of_buckets = ("bucket_mb", "comm_hook", "find_unused_parameters", "static_graph", "sync_batchnorm")
-        reasons["only whole models on each worker have it"] = of_buckets
+        reasons[f"has no effect with {_division(mesh, slots)}"] = of_buckets
     if not slots.gathers:
         reasons["nothing is gathered without shards of parameters"] = ("wrap", "reshard_after_forward", "prefetch")
     neutral = preset_values("mesh")

@@ -46,7 +46,7 @@ class Context:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank reports the samples that it computes, as the first of those that do so together."""
+        """Whether this rank reports its samples, as the first of the ranks that compute them together."""
         return self.mesh.place(TOGETHER, self.global_rank)[0] == 0
 
     @property

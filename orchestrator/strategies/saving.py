@@ -1,4 +1,4 @@
-"""Which rank saves what of a model whose parts are on several ranks, and how ranks have parts of what is loaded."""
+"""How ranks with parts of a model save them, and how each gets its part of a loaded state."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Trained:
             parameter.grad = None
 
     def keep(self) -> None:
-        """Copy what a step changes before it makes its update, as that to which :meth:`undo_step` returns."""
+        """Copy the state that a step changes before its update, for :meth:`undo_step`."""
         self._kept = copies_of(self._changing, into=self._kept)
         if self.needs_closure:
             self._state_before = copy.deepcopy(self.optimizer.state_dict())

@@ -313,7 +313,7 @@ class Trainer(ComparedTrainer):
         return state.meta
 
     def initial_model(self) -> TrainState:
-        """Return the tensors in which a worker that has made no step receives those of its model."""
+        """Return the tensors in which a new worker receives the state of its model."""
         own = own_tensors(self.trained.module())
         return TrainState(model={name: tensor.detach() for name, tensor in own.items()}, optimizer={}, meta={})
 

@@ -1,4 +1,4 @@
-"""What a job that overrides ``Job.training_step`` trains, and what it is checked for."""
+"""The training of a job that overrides ``Job.training_step``, and its checks."""
 
 from __future__ import annotations
 

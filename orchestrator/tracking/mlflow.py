@@ -187,7 +187,7 @@ class MlflowBackend:
         mlflow_sweep.close_sweep(client, experiment_id, sweep, report=report, files=files)
 
     def describe(self, error: Exception) -> str:
-        """Return what an error of a call means and, if that is known, what to do. It may contain secrets."""
+        """Return the meaning of an error of a call and, if known, the remedy. It may contain secrets."""
         from mlflow.exceptions import ERROR_CODE_TO_HTTP_STATUS, MlflowException
 
         status = ERROR_CODE_TO_HTTP_STATUS.get(error.error_code) if isinstance(error, MlflowException) else None

@@ -238,8 +238,8 @@ def resume_uploads(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -
 def uploads_to_resume(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -> dict[RunDir, FollowerOptions]:
     """Return the runs that have ended and of which a server may lack something.
 
-    A run that another process uploads is left alone, and so is one that is to be ``resumed``, or that a driver on
-    another host has continued on a store. Runs whose stored URI has a masked password need ``orchestrator sync``.
+    A run that another process uploads is left alone. So are runs to be ``resumed``, and those that a driver on another
+    host has continued on a store. Runs whose stored URI has a masked password need ``orchestrator sync``.
     """
     uploads = {}
     for run_dir in pending_runs(output_dir):

@@ -1,7 +1,7 @@
 """What the methods of a job have to return: checked at each call, so that an error names the method and the remedy.
 
-The strategies, the checks of the driver and the exports all call these methods, so the class of a job itself checks
-what its methods return, and lets those that build see the fields as they were configured.
+The strategies, the checks of the driver and the exports all call these methods. So the class of a job itself checks
+their results, and lets the methods that build see the fields as they were configured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _built: weakref.WeakKeyDictionary[Any, Built] = weakref.WeakKeyDictionary()
 
 
 def check_results(cls: type, *, except_of: str) -> None:
-    """Let the methods of ``cls`` check what they return, and those that build see the configured fields.
+    """Let the methods of ``cls`` check their results, and let the methods that build see the configured fields.
 
     Those that the module ``except_of`` defines stay as they are.
     """

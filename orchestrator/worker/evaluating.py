@@ -33,7 +33,7 @@ class Evaluations:
         assignment: the place of the rank, which each generation sets anew.
         improvement: the best evaluation so far.
         steered: the job and its strategy, which change with the evaluations.
-        cut_off: the step after which a stop has cut something off, and what with all that follows it; None if nothing.
+        cut_off: the step after which a stop has cut something off, and everything from there on; None if nothing.
     """
 
     def __init__(

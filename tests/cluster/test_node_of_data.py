@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from helpers.conformance.reference import plain_losses
 from helpers.jobs.row_jobs import RowJob, write_files
-from helpers.records.runs import events, losses, wait_for_step
+from helpers.records.runs import events, losses, wait_for, wait_for_step
 from helpers.servers.object_store import BUCKET, S3Server, s3  # noqa: F401 - s3 is a fixture
 from orchestrator.compat.ray.side_effects import without_services
 
@@ -86,3 +86,29 @@ def test_a_stream_is_read_once_by_each_node(
     (run_dir,) = (file.parent for file in tmp_path.glob("outputs/*/*/run.json"))
     assert losses(run_dir) == pytest.approx(plain_losses(RowJob(), batch=BATCH, steps=STEPS), rel=1e-4)
     assert len(list(marks.iterdir())) == readers
+
+
+@pytest.mark.campaign
+def test_a_run_that_makes_room_in_the_queue_reads_on_at_the_next_row(
+    cluster: Cluster, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_files(tmp_path / "rows")
+    words = (
+        f"cluster.address={cluster.address}", "strategy=ddp", "strategy.num_workers=2", "tracking=none",
+        "job._target_=helpers.jobs.row_jobs.RowJob", f"train.global_batch_size={BATCH}", "train.log_every=1",
+        "train.eval_every=0", "checkpoint.every=0",
+    )  # fmt: skip
+    first = launch(*words, "name=first", "job.kind=rows", f"job.folder={tmp_path / 'rows'}", "job.pause_ms=1000",
+                   f"job.until={tmp_path / 'until'}", f"train.steps={STEPS}", RAY_AUTH_MODE="disabled")  # fmt: skip
+    run_dir = wait_for_step(tmp_path, 4)
+    urgent = launch(*words, "name=urgent", "job.kind=stream", "cluster.cpus_per_worker=2", "cluster.priority=1",
+                    "train.steps=5", f"output_dir={tmp_path / 'urgent'}", RAY_AUTH_MODE="disabled")  # fmt: skip
+    wait_for(lambda: events(run_dir, "yielded"), "the pause", timeout_s=100)
+    (tmp_path / "until").touch()
+    for process in (urgent, first):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    (yielded,) = events(run_dir, "yielded")
+    assert yielded["to"] == "urgent"
+    assert 4 <= yielded["step"] < STEPS
+    assert losses(run_dir) == pytest.approx(plain_losses(RowJob(), batch=BATCH, steps=STEPS), rel=1e-4)

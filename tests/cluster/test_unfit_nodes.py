@@ -135,7 +135,7 @@ def test_the_doctor_names_the_node_and_measures_the_network(cluster: Cluster, tm
     assert OTHER in faults["versions"]["where"][0]
     checks = {f["check"]: f for f in found}
     assert "all-reduce across 2 processes of one node with gloo (127.0.0.1): " in checks["network"]["text"]
-    assert checks.keys() >= {"versions", "Ray", "token", "output_dir", "tracking", "GPUs", "interface", "clock"}
+    assert checks.keys() >= {"versions", "Ray", "token", "output_dir", "tracking", "GPUs", "interface", "clock", "data"}
     assert checks["token"]["level"] == "warning"
     assert not (tmp_path / "outputs").exists()
 

@@ -74,8 +74,8 @@ def test_a_rank_that_cannot_open_the_store_is_replaced(
 
 KILLED = "rank 1 failed at step .* died without a report: killed by SIGKILL from outside"
 NO_DATA = r".*failed at step 0: job\.dataset\('train'\): the dataset is empty; give it at least one sample$"
-STALE = ("strategy=parameter_server", "strategy.num_shards=1", "strategy.consistency=stale", "strategy.max_staleness=3")
-DIVERGING = (*STALE, "job.lr=1e6", "job.hidden=64", "train.steps=50")
+ASYNC = ("strategy=parameter_server", "strategy.num_shards=1", "strategy.consistency=async")
+DIVERGING = (*ASYNC, "job.lr=1e6", "job.hidden=64", "train.steps=50")
 
 
 @pytest.mark.campaign
@@ -84,7 +84,7 @@ DIVERGING = (*STALE, "job.lr=1e6", "job.hidden=64", "train.steps=50")
     [
         ((*SHORT, "job._target_=helpers.jobs.faulty_jobs.Faulty", "job.how=kill"), KILLED, 0),
         (("job._target_=helpers.jobs.faulty_jobs.NoData",), NO_DATA, 0),
-        (DIVERGING, ".*lower strategy.max_staleness=3", 0),
+        (DIVERGING, ".*set strategy.consistency=sync", 0),
         (("recovery.chaos=[kill@13:1,kill@13:1,kill@13:1]",), ".*3 failures in a row without progress", 2),
         (("recovery.chaos=[raise@13:1,raise@13:1]",), ".*the same error occurred twice at the same step", 1),
     ],

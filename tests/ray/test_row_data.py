@@ -15,7 +15,7 @@ from helpers.conformance.reference import numbered, plain_losses, plainly
 from helpers.jobs import row_jobs
 from helpers.jobs.row_jobs import ROWS, RowJob, TokenRows, write_files, write_images, write_tokens
 from helpers.records.runs import events, in_campaign, losses, series, wait_for_step
-from orchestrator.compat.ray import datasets
+from orchestrator.compat.ray import counted_sources, datasets
 from orchestrator.features import feeding
 from orchestrator.features.feeding.client import FedSplit, Feeding
 from orchestrator.features.feeding.feed import Request, Share
@@ -49,7 +49,8 @@ def warnings(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "alone"), [("rows", "stream"), *in_campaign(("function", "windows"), ("images", "pixels"))]
+    ("kind", "alone"),
+    [("rows", "stream"), *in_campaign(("function", "windows"), ("images", "pixels"), ("sieved", "stream"))],
 )
 def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
     run: Any, folder: Path, kind: str, alone: str, tmp_path: Path
@@ -65,7 +66,7 @@ def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
     assert resumed.exit_code == 0, resumed.reason
     assert losses(resumed.run_dir) == pytest.approx(expected, rel=1e-4)
     again = [warning for warning in warnings(resumed.run_dir) if "rows of the epoch were read again in" in warning]
-    assert len(again) == len(warnings(resumed.run_dir)) == (kind == "images")
+    assert len(again) == len(warnings(resumed.run_dir)) == (kind == "sieved")
 
 
 LAYOUTS = {
@@ -103,7 +104,7 @@ def test_rows_have_the_same_losses_under_every_strategy(run: Any, tmp_path: Path
 def test_a_run_that_grows_reads_on_at_the_next_row(
     run: Any, folder: Path, expected: dict[int, float], tmp_path: Path
 ) -> None:
-    """A CPU is always left for the data."""
+    """A CPU is always left for the data: the run does not grow to the fourth worker."""
     held = placement_group([{"CPU": 1.5}], name="another user's")
     assert held.wait(30)
 
@@ -113,12 +114,12 @@ def test_a_run_that_grows_reads_on_at_the_next_row(
 
     releaser = threading.Thread(target=release, daemon=True)
     releaser.start()
-    result = run(*WORDS, "strategy.num_workers=[1,2]", "cluster.cpus_per_worker=1.5", "job.kind=rows",
+    result = run(*WORDS, "strategy.num_workers=[1,4]", "job.kind=rows",
                  "job.pause_ms=500", f"job.folder={folder}", "train.eval_every=0")  # fmt: skip
     releaser.join(10)
     assert result.exit_code == 0, result.reason
     sizes = [len(event["workers"]) for event in events(result.run_dir, "generation_started")]
-    assert sizes == [1, 2]
+    assert (sizes[0], max(sizes)) == (1, 3)
     assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
 
 
@@ -199,7 +200,9 @@ def test_a_limit_leaves_the_first_rows_of_the_first_epoch_in_every_epoch(folder:
     assert limited == whole[:2] * 2
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("rows", ROWS), ("function", ROWS), ("filtered", None), ("endless", 1500)])
+@pytest.mark.parametrize(("kind", "rows"), [
+    ("rows", ROWS), ("function", ROWS), ("filtered", None), ("narrowed", None), ("endless", 1500)
+])  # fmt: skip
 def test_rows_of_an_epoch_are_known_or_counted(folder: Path, kind: str, rows: int | None) -> None:
     ray.cloudpickle.register_pickle_by_value(row_jobs)
     job = RowJob(kind=kind, folder=str(folder))
@@ -221,11 +224,13 @@ def test_rows_of_an_epoch_are_known_or_counted(folder: Path, kind: str, rows: in
         ("unseeded", "job.dataset('train'): random_shuffle without a seed has another order each time that it is read"),
         ("empty", "job.dataset('train'): the dataset has no rows; give it at least one"),
         ("missing", "rows without a value in the column y; fill them in a function of the data"),
+        ("types", "job.dataset('train'): rows of several schemas (x0: double, x1: float, "),
+        ("schemas", "job.dataset('train'): rows of several schemas (Unable to merge: Field x0 has incompatible types"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(folder: Path, kind: str, message: str) -> None:
     with pytest.raises((DataError, JobError, ValueError)) as refused:
-        taken(RowJob(kind=kind, folder=str(folder)), 0)
+        taken(RowJob(kind=kind, folder=str(folder)), 2 * BATCH)
     assert message in str(refused.value)
 
 
@@ -238,9 +243,31 @@ def test_a_rank_refuses_blocks_of_several_kinds(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "before", "skipped"), [("rows", 330, 325), ("rows", 24, 0), ("arrow", 330, 300), ("images", 33, 33),
+                                    ("sieved", 330, 0), ("narrowed", 150, 0)]
+)  # fmt: skip
+def test_what_is_before_a_row_is_left_out_unread_and_there_in_the_next_epoch(
+    folder: Path, tmp_path: Path, kind: str, before: int, skipped: int
+) -> None:
+    """A dataset of a job may be one object for all epochs."""
+    if kind == "images":
+        write_images(folder := tmp_path / "images")
+    ray.cloudpickle.register_pickle_by_value(row_jobs)
+    with datasets.in_order():
+        dataset = RowJob(kind=kind, folder=str(folder)).dataset("train")
+        datasets.prepare(dataset, cpus=None, execution=0)
+        rows = list(map(repr, dataset.take_all()))
+        left, found = counted_sources.without_first(dataset, before)
+        assert found == skipped
+        assert list(map(repr, left.take_all())) == rows[skipped:]
+        assert list(map(repr, dataset.take_all())) == rows
+
+
+@pytest.mark.parametrize(
     ("kind", "note"),
     [
         ("rows", None),
+        ("arrow", None),
         ("halved", None),
         ("drawn", "are not what they were before: a function of the data draws at random"),
     ],

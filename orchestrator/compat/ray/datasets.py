@@ -1,7 +1,6 @@
 """Ray Data as the feeder uses it: rows in one order, from any row, as references to blocks.
 
-Ray Data is imported with the first dataset. Its plans and its parquet source are private, and were read in Ray 2.60. If
-Ray moves them, rows are read and dropped in place of being skipped.
+Ray Data is imported with the first dataset.
 """
 
 from __future__ import annotations
@@ -10,26 +9,30 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 
-_KEEPS_ROWS = ("MapRows", "MapBatches", "Project", "Download")
-"""The operators that return a row for each row. Of ``MapBatches``, this is presumed, and the caller compares rows."""
+from orchestrator.compat.ray.counted_sources import operators
+
+
+class SchemaError(Exception):
+    """Blocks of a dataset do not go together; the text is a clause that says why."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of rows in the object store."""
+    """Rows of a block in the object store; the sizes are of all of it, and of one row."""
 
     ref: Any
     first: int
     rows: int
-    schema: str
+    schema: Mapping[str, str]
     num_bytes: int
+    row_bytes: float
 
 
 @contextlib.contextmanager
@@ -68,12 +71,13 @@ def prepare(dataset: Any, *, cpus: float | None, execution: int) -> None:
     if cpus is not None:
         options.resource_limits = ExecutionResources(cpu=cpus)
     dataset.context.enable_progress_bars = False
+    dataset.context.enforce_schemas = True  # otherwise each block is said to have the schema of the first one
     dataset.context._execution_idx = execution
 
 
 def unseeded_operator(dataset: Any) -> str | None:
     """Return the operator that draws another order in each execution; None if there is none."""
-    for operator in _operators(dataset):
+    for operator in operators(dataset):
         config = getattr(operator, "seed_config", None)
         if config is not None and config.seed is None:
             return {"RandomShuffle": "random_shuffle", "RandomizeBlocks": "randomize_block_order"}.get(
@@ -85,60 +89,26 @@ def unseeded_operator(dataset: Any) -> str | None:
     return None
 
 
-def known_count(dataset: Any) -> int | None:
-    """Return the number of rows as far as the footers of parquet files tell; None if it would have to be computed."""
-    source = _parquet_source(dataset)
-    return None if source is None or not keeps_count(dataset) else sum(_counts(source))
-
-
-def has_counts(dataset: Any) -> bool:
-    """Return whether the rows come from files of parquet, so that :func:`without_first` may leave some out."""
-    return _parquet_source(dataset) is not None
-
-
-def keeps_count(dataset: Any) -> bool:
-    """Return whether it is known that each row of the source makes one row."""
-    return all(getattr(operator, "can_modify_num_rows", True) is False for operator in _operators(dataset)[:-1])
-
-
-def without_first(dataset: Any, rows: int) -> tuple[Any, int]:
-    """Leave out the first rows, as far as whole row groups of parquet files can be left out unread.
-
-    Returns:
-        The dataset, which is the same object, and how many rows it lacks now: ``rows`` at most.
-    """
-    source = _parquet_source(dataset) if rows else None
-    if source is None or source._shuffle is not None or getattr(source, "_predicate_expr", None) is not None:
-        return dataset, 0
-    skipped, kept = 0, []
-    fragments = list(source._pq_fragments)
-    for number, (fragment, count) in enumerate(zip(fragments, _counts(source), strict=False)):
-        if skipped + count <= rows and number < len(fragments) - 1:
-            skipped += count
-            continue
-        groups = [fragment.original.metadata.row_group(i).num_rows for i in range(fragment.original.num_row_groups)]
-        first = 0
-        while first < len(groups) - 1 and skipped + groups[first] <= rows:
-            skipped += groups[first]
-            first += 1
-        kept = [_RowGroups(fragment, range(first, len(groups))) if first else fragment, *fragments[number + 1 :]]
-        break
-    source._pq_fragments = kept
-    source._pq_paths = [fragment.original.path for fragment in kept]
-    return dataset, skipped
-
-
 def blocks(dataset: Any) -> Iterator[Block]:
-    """Yield the blocks of a dataset that have rows, while its tasks run. Close the iterator to end them."""
+    """Yield the blocks of a dataset that have rows, while its tasks run. Close the iterator to end them.
+
+    Raises:
+        SchemaError: blocks have columns of types that do not go together.
+    """
     bundles = iter(dataset.iter_internal_ref_bundles())
     try:
         for bundle in bundles:
-            schema = "" if bundle.schema is None else _schema_text(bundle.schema)
             slices = bundle.slices or [None] * len(bundle.blocks)
             for entry, part in zip(bundle.blocks, slices, strict=True):
                 first, end = (0, entry.metadata.num_rows) if part is None else (part.start_offset, part.end_offset)
                 if end > first:
-                    yield Block(entry.ref, first, end - first, schema, entry.metadata.size_bytes or 0)
+                    schema = getattr(entry.metadata, "schema", None) or bundle.schema
+                    num_bytes, rows = entry.metadata.size_bytes or 0, entry.metadata.num_rows or end
+                    yield Block(entry.ref, first, end - first, _types(schema), num_bytes, num_bytes / rows)
+    except TypeError as e:
+        if type(e).__name__ != "ArrowTypeError":
+            raise
+        raise SchemaError(str(e)) from e
     finally:
         del bundles  # the only reference to what runs the tasks
 
@@ -190,48 +160,6 @@ def store_bytes() -> float:
     return float(ray.cluster_resources().get("object_store_memory", math.inf)) if ray.is_initialized() else math.inf
 
 
-class _RowGroups:
-    """Some row groups of a parquet file, in the place of the whole one. Nothing is read to pickle it."""
-
-    def __init__(self, fragment: Any, groups: Sequence[int], *, whole: Any = None):
-        whole = fragment.original if whole is None else whole
-        self.file_size = fragment.file_size
-        self.original = whole.format.make_fragment(
-            whole.path, whole.filesystem, whole.partition_expression, row_groups=list(groups)
-        )
-        self._remake: tuple[Callable[..., Any], tuple[Any, ...]] = (_RowGroups, (fragment, list(groups)))
-
-    def __reduce__(self) -> Any:
-        return self._remake
-
-
-def _operators(dataset: Any) -> list[Any]:
-    """Return the operators of a dataset from the last one to its source; only the last one if there are branches."""
-    found = [dataset._logical_plan.dag]
-    while len(inputs := found[-1].input_dependencies) == 1:
-        found.append(inputs[0])
-    return found if not found[-1].input_dependencies else found[:1]
-
-
-def _parquet_source(dataset: Any) -> Any:
-    """Return the parquet source of a dataset that has a row for each row of it; None if there is none."""
-    try:
-        *operators, read = _operators(dataset)
-        source = getattr(read, "datasource", None)
-        known = type(source).__name__ == "ParquetDatasource" and hasattr(source, "_pq_fragments")
-        return source if known and all(type(o).__name__ in _KEEPS_ROWS for o in operators) else None
-    except (AttributeError, ValueError):
-        return None
-
-
-def _counts(source: Any) -> list[int]:
-    """Return the number of rows of each file of a parquet source, from its footer."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda fragment: int(fragment.original.metadata.num_rows), source._pq_fragments))
-
-
-def _schema_text(schema: Any) -> str:
-    names, types = schema.names, schema.types
-    return ", ".join(f"{name}: {kind}" for name, kind in zip(names, types, strict=True))
+def _types(schema: Any) -> dict[str, str]:
+    """Return the type of each column, ``null`` if no row has a value; nothing if the schema is not known."""
+    return {} if schema is None else dict(zip(schema.names, map(str, schema.types), strict=True))

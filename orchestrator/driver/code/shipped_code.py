@@ -17,7 +17,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def requirements(pip: str | Sequence[str]) -> list[str]:
-    """Return the requirements that ``cluster.pip`` lists, or those in the file that it names.
+    """Return the requirements that ``cluster.pip`` lists, or the contents of the file that it names.
 
     Raises:
         ConfigError: there is no such file.

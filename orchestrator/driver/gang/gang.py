@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+from orchestrator.compat.ray.datasets import free_cpus
 from orchestrator.compat.ray.gcs import all_nodes
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.gang.members import Member, Members
@@ -127,7 +128,7 @@ class Gang(Members):
         wanted = f"at least {_workers(least)}" if sizes.is_elastic else _workers(least)
         wait = self._wait_for(wanted, least + self._plan.spares, unfit_timeout_s=self._config.unfit_timeout_s)
         waited_before_s = self.waited_s
-        plan = sizes.initial
+        plan = sizes.fitting(self._room(sizes, wait)) if sizes.cpus_of_data else sizes.initial
         while True:
             avoid = frozenset(self._admission.trouble())
             patience_s = math.inf if plan.mesh == sizes.smallest else PLACEMENT_PATIENCE_S
@@ -143,7 +144,7 @@ class Gang(Members):
             if placed is None:
                 plan = sizes.next_request(
                     plan,
-                    room(self._request(1), wait.state()),
+                    self._room(sizes, wait),
                     patience_is_over=time.monotonic() > given_up_at,
                 )
             elif self._admission.admits_all(set(placed.values())):
@@ -153,6 +154,16 @@ class Gang(Members):
                 self._slots.release()
             if self._admission.trouble().keys() - avoid:
                 self._monitor.offer_turn()
+
+    def room_beside(self, cpus: float) -> int:
+        """Return how many workers there may be, present ones included, if ``cpus`` are to stay free in the cluster."""
+        free, _ = free_cpus()
+        return sum(self.reserved_by_node.values()) + math.floor((free - cpus) / self._slots.resources["CPU"] + 1e-6)
+
+    def _room(self, sizes: Sizes, wait: ResourceWait) -> int:
+        """Return for how many workers there is room while none is reserved."""
+        found = room(self._request(1), wait.state())
+        return min(found, self.room_beside(sizes.cpus_of_data)) if sizes.cpus_of_data else found
 
     def _gives_up(self, at: float, avoided: frozenset[str]) -> bool:
         """Return whether a wait is over: it is ``at`` or later, or other nodes than ``avoided`` have to be."""
@@ -249,7 +260,7 @@ class Gang(Members):
         self._spares.refill(workers - len(self.members))
 
     def advance_spares(self) -> None:
-        """Start workers on nodes that have been admitted by now, and take over as spares those that have started."""
+        """Start workers on newly admitted nodes, and take over the started ones as spares."""
         self._spares.advance(self._infos())
 
     def ready(self) -> int:

@@ -88,7 +88,7 @@ class Members:
         return merged(answers)
 
     def add_last_heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Add the heartbeat that came with an outcome to those that :meth:`heartbeats` returns."""
+        """Add the heartbeat of an outcome to the results of :meth:`heartbeats`."""
         self._last_heartbeats[rank] = heartbeat
 
     def unanswered(self) -> set[int]:
@@ -129,7 +129,7 @@ class Members:
                 _call(member, method, *args)
 
     def _assign(self, members: tuple[Member, ...]) -> None:
-        """Let these be the members. Calls that are under way remain those of members that stay."""
+        """Let these be the members. Members that stay keep their pending calls."""
         unchanged = {m.global_rank for m, before in zip(members, self.members, strict=False) if m.info == before.info}
         self.members = members
         self._pending_heartbeats = {r: rank for r, rank in self._pending_heartbeats.items() if rank in unchanged}

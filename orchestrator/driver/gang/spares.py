@@ -1,4 +1,4 @@
-"""Workers without a rank: those that are ready to take one, and those that start in the background.
+"""Workers without a rank: ready to take one, or starting in the background.
 
 They start on nodes that are each asked once, whenever they join the cluster (:class:`Admission`).
 """
@@ -161,7 +161,7 @@ class Spares:
             time.sleep(timeout_s)
 
     def advance(self, members: Sequence[WorkerInfo]) -> None:
-        """Start workers on the nodes that have been admitted by now, and take over those that have started.
+        """Start workers on newly admitted nodes, and take over the started ones.
 
         ``members``: the workers with a rank, beside whom they would take one.
         """

@@ -135,7 +135,7 @@ class NodeWatch:
         return dict.fromkeys(self.draining, "is draining") | dict.fromkeys(self.lost, "does not answer")
 
     def note_dead(self) -> None:
-        """Add the nodes that Ray has found dead to those that are lost."""
+        """Add the nodes that Ray has found dead to the lost ones."""
         self.lost.update(n.node_id.hex() for n in all_nodes() if n.state != n.ALIVE)
 
     def is_stopped(self, worker: WorkerInfo) -> bool:

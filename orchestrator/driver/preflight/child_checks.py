@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ from orchestrator.strategies.training_step import joined, optimizers_of
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
 
 T = TypeVar("T")
+OPEN_S = 30.0
+"""How long it may take to open the data of an elastic run; a dataset of Ray Data refuses at once to be made here."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,8 @@ def check_job(
 
     def check() -> tuple[tuple[str, ...], list[str], bool]:
         found: list[str] = []
-        needs_tasks = False
-        if config.plan:  # which says what reads the data; the workers of a run open it anyway
-            try:
-                with contextlib.suppress(Exception):
-                    opened_dataset(job, "train", config.seed)
-            except NeedsFeederError:
-                needs_tasks = True
+        # Only plan=true says what reads the data; the workers of a run open it anyway.
+        needs_tasks = config.plan and _is_read_by_tasks(config, job)
         return rules.check(config, job, plan, found), found, needs_tasks
 
     try:
@@ -98,9 +96,19 @@ def check_job(
     errors += found
     if on_tasks or needs_tasks:
         note, error = cpus_for_data(plan, nodes)
-        errors += [] if error is None else [error]
+        errors += [] if error is None or config.cluster.autoscaling else [error]
         notes = (*notes, note)
     return notes
+
+
+def _is_read_by_tasks(config: Config, job: Job) -> bool:
+    """Return whether the training set is read by tasks, as far as opening it tells. Called in a child process."""
+    try:
+        with contextlib.suppress(Exception):
+            opened_dataset(job, "train", config.seed)
+    except NeedsFeederError:
+        return True
+    return False
 
 
 def with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks: list[str] | None = None) -> T:
@@ -276,13 +284,21 @@ class _PlannedSizes:
             return None
         initial = meshes[num_with_room - 1]
         note = f"as many workers as there are, {least} to {most}; the global batch stays"
+        if self._cpus_of_data:
+            note += f", and {self._cpus_of_data:g} CPU is left for the tasks that read the data"
 
         def make(mesh: Mesh) -> Plan:
             plan = self._make_plan(self._at(mesh.num_workers))
             on_job, _ = self._job_check(mesh.num_workers) if mesh == initial else ((), [])
             return replace(plan, notes=(*plan.notes, *on_job, note))
 
-        return Sizes(meshes, make, initial=initial, find_rescues=lambda: self._rescues(meshes[0]))
+        return Sizes(
+            meshes,
+            make,
+            initial=initial,
+            find_rescues=lambda: self._rescues(meshes[0]),
+            cpus_of_data=self._cpus_of_data,
+        )
 
     def _checked_meshes(self, numbers: Iterable[int], refused: list[str]) -> list[Mesh]:
         """Return the mesh of each number of workers that is possible.
@@ -328,7 +344,23 @@ class _PlannedSizes:
         config = replace(self._at(mesh.num_workers), cluster=self._config.cluster)
         with collect_errors(errors):
             find_layout(config, self._rules, self._nodes, oversubscribe_cpus=self._oversubscribe_cpus)
+        if not errors and self._cpus_of_data:
+            _, error = cpus_for_data(self._make_plan(self._at(mesh.num_workers)), self._nodes)
+            errors += [] if error is None else [error]
         return errors
+
+    @functools.cached_property
+    def _cpus_of_data(self) -> float:
+        """The CPUs that an elastic run leaves for the tasks that read its data; 0 if there are none, or on a cluster
+        that adds nodes, or if it is not known in time.
+        """
+        config, job = self._config, self._job
+        if job is None or self._oversubscribe_cpus or config.cluster.autoscaling:
+            return 0.0
+        with contextlib.suppress(ChildDiedError):
+            timeout_s = min(OPEN_S, config.recovery.build_max_s)
+            return float(in_child(lambda: _is_read_by_tasks(config, job), timeout_s=timeout_s))
+        return 0.0
 
     def _at(self, number: int) -> Config:
         """Return the configuration of a run with this number of workers, whether there is room for them or not.

@@ -103,7 +103,7 @@ def other_fields(
     key: str,
     words: Sequence[str] = (),
 ) -> str | None:
-    """Return which fields of the job differ from those of the run that ``key`` names; None if none do.
+    """Return the fields of the job that differ in the run that ``key`` names; None if none do.
 
     Args:
         before: the parameters of the run, of which those of its job begin with ``job.``.
@@ -131,7 +131,7 @@ def _typed_before(record: Mapping[str, Any]) -> list[str]:
 def _remedy(
     run_dir: RunDir, before: Sequence[str], words: Sequence[str], *, key: str, to_add: str, kept: Collection[str]
 ) -> str:
-    """Return what to type so that the job is that of the run.
+    """Return how to go on with the job of the run.
 
     Args:
         before: the words of the command of the run.

@@ -362,7 +362,7 @@ def _in_precision(config: Config, before: Any, warnings: list[str]) -> TrainConf
 
 
 def _best_so_far(config: Config, store: CheckpointStore) -> Iterator[str]:
-    """Yield that the run no longer follows what an earlier part of it has followed, and what to add to go on so."""
+    """Yield a note if the run no longer follows the metric of its best checkpoint, with the keys to follow it again."""
     best, own = store.best(), config.checkpoint
     if best is None or (best.metric, best.direction) == (own.best, own.best and own.direction):
         return

@@ -109,7 +109,7 @@ class NoAnswerError(GangError):
 
 
 def check_ray() -> None:
-    """Check that the Ray that this process started, or the head of the one that it joined, lives.
+    """Check that the Ray of this process lives: the one that it started, or the head of the one that it joined.
 
     No call to a dead one would return.
 

@@ -187,7 +187,7 @@ def variables(descriptor: int, left: ReportedRun | None) -> Mapping[str, str]:
 
 
 def read_reports(descriptor: int) -> tuple[ReportedRun | None, bool]:
-    """Return the run that a driver that has ended has reported, None if it had none, and whether that has ended."""
+    """Return the run of a driver that has ended, None if it had none, and whether the run has ended."""
     os.set_blocking(descriptor, False)  # a process that the driver has left may hold the other end
     try:
         lines = os.read(descriptor, _MAX_BYTES).decode().splitlines()

@@ -161,7 +161,7 @@ POLL_S = 2.0
 
 
 class SavedCheckpoints:
-    """Follows what the workers report of checkpoints, and looks for those that they could not report.
+    """Follows the reports on checkpoints, and looks for unreported ones.
 
     Attributes:
         newest: the last checkpoint that was saved, or that the run resumes from; None if there is none.

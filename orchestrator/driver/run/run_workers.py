@@ -172,10 +172,15 @@ class RunWorkers:
     def refill(self) -> None:
         """Start missing spares in the background, and workers for sizes that the cluster has no room for yet.
 
-        If other runs wait, only the workers of the present plan are started, and what is beyond it is given back.
+        If other runs wait, only the workers of the present plan are started, and what is beyond it is given back. So
+        are workers that leave no CPU to the tasks of the data.
         """
-        plan = self.plan
-        self.gang.refill(plan.world_size + plan.spares if self.queue.others_wait else self._sizes.max_processes)
+        plan, most = self.plan, self._sizes.max_processes
+        if self.queue.others_wait:
+            most = plan.world_size + plan.spares
+        elif self._sizes.cpus_of_data:
+            most = min(most, self.gang.room_beside(self._sizes.cpus_of_data))
+        self.gang.refill(most)
 
     def find_larger(self) -> RankAssignment | None:
         """Return an assignment larger than the plan for which all workers are ready; None if there is none.

@@ -1,7 +1,7 @@
 """What the workers of a run report, during a generation and at its end, and the summary of it.
 
-Workers of a driver that has died train on until Ray ends them. What they have reported since its last heartbeats is for
-the driver that resumes, which continues from a checkpoint that they may have saved then.
+Workers of a dead driver train on until Ray ends them. Their reports since its last heartbeats are for the driver that
+resumes. It may continue from a checkpoint of that time.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WorkerReports:
                     self._workers.refill()
 
     def collect_last(self, outcomes: Outcomes) -> None:
-        """Collect what the workers of a generation have reported, also those that have died, on any node."""
+        """Collect the reports of the workers of a generation, also of dead ones, on any node."""
         gang, run_dir = self._workers.gang, self._spec.run_dir
         for member in gang.members:
             if member.global_rank not in outcomes.returned:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import About, Feeder, FeederActor, feeder_for, with_paths
-from orchestrator.features.feeding.rows import ROW, SEEN, digest
+from orchestrator.features.feeding.rows import ROW, SEEN, digest, tells_position
 from orchestrator.job import Job
 from orchestrator.protocol.core_metrics import ROWS_PER_S, STORE_MB
 from orchestrator.protocol.messages import Assignment
@@ -292,7 +292,8 @@ class FedReader:
         if known:
             request, mark, samples = max(known, key=lambda entry: entry[1].position)
             end = request.position + request.count
-            if mark.position == end and isinstance(samples, Columns) and mark.state[ROW] >= request.count:
+            whole = mark.position == end and isinstance(samples, Columns) and mark.state[ROW] >= request.count
+            if whole and tells_position(samples):
                 number = mark.state[ROW] - request.count + request.first
                 mark = replace(mark, state={**mark.state, SEEN: [number, len(samples), digest(samples)]})
             self._mark = mark

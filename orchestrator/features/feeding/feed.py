@@ -28,9 +28,11 @@ class Source(Protocol):
 
     Attributes:
         notes: what the user should know about how they are read.
+        sample_bytes: the size of a sample in the object store; 0 if it is not there, or not known yet.
     """
 
     notes: list[str]
+    sample_bytes: float
 
     def read(self, mark: Mark | None, position: int) -> Generator[tuple[int, Chunk], None, None]:
         """Yield chunks with the positions where they begin; the first one has the sample at ``position``.
@@ -192,16 +194,17 @@ class Feed:
             return
         self._source.notes += notes
         mark = max(marks, key=lambda mark: mark.position, default=None)
-        args = (self._source, self._reading, mark, position)
+        args = (self._source, self._reading, mark, request)
         threading.Thread(target=self._read, args=args, daemon=True, name="feed").start()
         self._changed.notify_all()
 
-    def _read(self, source: Source, reading: int, mark: Mark | None, position: int) -> None:
+    def _read(self, source: Source, reading: int, mark: Mark | None, request: Request) -> None:
         """Fill the window as long as this is the present ``reading``."""
         began = time.monotonic()
         try:
-            with contextlib.closing(source.read(mark, position)) as chunks:
+            with contextlib.closing(source.read(mark, request.position)) as chunks:
                 for start, chunk in chunks:
+                    check_room(source.sample_bytes, request, self._store_bytes)
                     with self._changed:
                         if reading == self._reading:
                             self._rows, self._reading_s = self._rows + len(chunk), self._reading_s + _since(began)
@@ -233,6 +236,21 @@ class Feed:
                 "store of the cluster, from where Ray writes them to disk; lower data.batches_ahead or "
                 "data.shuffle_window, or the target_max_block_size of Ray Data"
             )
+
+
+def check_room(sample_bytes: float, request: Request, store_bytes: float) -> None:
+    """Refuse a run whose batches ahead do not fit into the object store.
+
+    Raises:
+        DatasetError: Ray would write each batch to disk before a rank reads it.
+    """
+    samples = request.count + request.ahead
+    if (needed := samples * sample_bytes) > store_bytes:
+        raise DatasetError(
+            f"data.batches_ahead: a global batch and the {request.ahead // request.count} ahead of it are {samples:,} "
+            f"samples of {needed / 1e9:.3g} GB, and the object store of the cluster has {store_bytes / 1e9:.3g} GB; "
+            "lower data.batches_ahead or train.global_batch_size, or start Ray with a larger --object-store-memory"
+        )
 
 
 def _since(began: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from orchestrator.compat.ray import counted_sources
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.config.eval_splits import TRAIN
 from orchestrator.config.redact import Redactor
@@ -81,6 +82,7 @@ class Feeder:
         self._lock = threading.Lock()
         self._feeds: dict[tuple[str, int], Feed] = {}
         self._opened: dict[str, Any] = {}
+        self._unread: dict[str, Any] = {}
         self._heads: dict[str, Sequence[Any]] = {}
 
     def take(self, split: str, request: Request) -> Share | ReadFailure | None:
@@ -130,7 +132,8 @@ class Feeder:
             with self._lock:
                 dataset = self._open(split)
                 if needs_feeder(dataset):
-                    return About(is_fed=True, length=ray_data.known_count(dataset) if is_of_ray(dataset) else None)
+                    length = counted_sources.known_count(dataset) if is_of_ray(dataset) else None
+                    return About(is_fed=True, length=length)
                 is_missing = dataset is None and split != "train"
                 if not is_missing:
                     check_dataset(dataset, split=split)
@@ -171,13 +174,18 @@ class Feeder:
         return Stream(opens, split=split, seed=self._seed, count=count, repeats=repeats, limit=limit)
 
     def _open(self, split: str, *, again: bool = False) -> Any:
-        """Return the data of a split, or new ones."""
+        """Return the data of a split; with ``again``, those that nobody has begun to read."""
+        unread = self._unread.pop(split, None) if again else None
+        if unread is not None:
+            return unread
         if split not in self._opened or again:
             if self._has_rows and ray.is_initialized():
                 _cpus()  # without any, the tasks by which datasets look at files would wait for ever
             with ray_data.in_order():
                 dataset = opened_dataset(self._job, split, self._seed)
             self._opened[split] = dataset
+            if not again:
+                self._unread[split] = dataset
         return self._opened[split]
 
 

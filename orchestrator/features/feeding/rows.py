@@ -1,7 +1,7 @@
 """The rows of a ``ray.data.Dataset``, epoch after epoch, from any position.
 
 Its tasks run on the CPUs that the workers leave free. The rows are never in this process: a share is made of references
-to blocks. What was read before a position is skipped by the counts of parquet files as far as these are known, and
+to blocks. What was read before a position is skipped by the counts of files and blocks as far as these are known, and
 compared with the digest of rows that a checkpoint keeps.
 """
 
@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import ray.exceptions
 
 from orchestrator.compat.generators import drawing
+from orchestrator.compat.ray import counted_sources
 from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.window import Blocks, Chunk, Window, shuffled
 from orchestrator.strategies.data.columns import Columns, joined
@@ -52,6 +53,11 @@ def digest(rows: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
+def tells_position(rows: Sequence[Any]) -> bool:
+    """Return whether the digest of rows would differ one row later. It does not if all are alike."""
+    return len(rows) == 1 or digest(rows[1:]) != digest(rows[:-1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """How rows are read.
@@ -81,15 +87,16 @@ class Rows:
         reading: how it is read.
 
     Attributes:
-        notes: what the user should know.
+        notes, sample_bytes: see :class:`feed.Source`.
     """
 
     def __init__(self, open_dataset: Callable[[], Any], reading: Reading):
         self.notes: list[str] = []
+        self.sample_bytes = 0.0
         self._open = open_dataset
         self._reading = reading
         self._starts: dict[int, int] = {}  # the position of the first row of each epoch
-        self._schema = ""
+        self._schema: Mapping[str, str] = {}
 
     def mark(self, position: int) -> Mark | None:
         known = [(start, epoch) for epoch, start in list(self._starts.items()) if start <= position]
@@ -104,7 +111,7 @@ class Rows:
         Raises:
             DatasetError: it is not known.
         """
-        if known := ray_data.known_count(self._prepared(0)):
+        if known := counted_sources.known_count(self._prepared(0)):
             return int(min(known, up_to))
         found, deadline = 0, time.monotonic() + limit_s
         with contextlib.closing(self.read(None, 0)) as chunks:
@@ -169,8 +176,8 @@ class Rows:
                 if row and not skipped and (took > LONG_S or not self._has_counts):
                     self.notes.append(
                         f"{self._reading.split} data: {row:,} rows of the epoch were read again in {took:.1f} s, "
-                        "because only files of parquet that are read by map, map_batches and select_columns can be "
-                        "skipped, and only if what follows is the same as before"
+                        "because only files of parquet, images and blocks in the object store can be skipped, if they "
+                        "are read by map, map_batches and select_columns and what follows is the same as before"
                     )
                 for number, chunk in read:
                     if number + len(chunk) > row:
@@ -206,16 +213,17 @@ class Rows:
         last = math.inf if limit is None else -(-limit // window) * window if window else limit
         begin = row // window * window if window else row
         dataset = self._prepared(epoch)
-        self._has_counts = ray_data.has_counts(dataset)
+        self._has_counts = counted_sources.has_counts(dataset)
         if skips == "if known":
-            skips = ray_data.keeps_count(dataset)
-        dataset, number = ray_data.without_first(dataset, begin if skips else 0)
+            skips = counted_sources.keeps_count(dataset)
+        dataset, number = counted_sources.without_first(dataset, begin if skips else 0)
         pending: list[tuple[Any, int, int]] = []
         count = num_bytes = 0  # of the pending rows
         self._rows = self._skipped = number
         try:
             for block in ray_data.blocks(dataset):
                 self._check_schema(block.schema)
+                self.sample_bytes = self.sample_bytes or block.row_bytes
                 first, rows, num_bytes = block.first, block.rows, num_bytes + block.num_bytes
                 if (rows := int(min(rows, last - self._rows))) <= 0:
                     break
@@ -231,6 +239,8 @@ class Rows:
                         number, pending, count, num_bytes = number + count, [], 0, 0
         except (ray.exceptions.RayTaskError, ray.exceptions.UserCodeException) as e:
             raise task_error(self._reading.split, e) from e
+        except ray_data.SchemaError as e:
+            raise self._schema_error(e) from e
         if pending:
             yield number, self._chunk(pending, count, epoch, number, num_bytes)
         self._rows = int(min(self._rows, math.inf if limit is None else limit))
@@ -269,13 +279,19 @@ class Rows:
         ray_data.prepare(dataset, cpus=self._reading.cpus, execution=epoch)
         return dataset
 
-    def _check_schema(self, schema: str) -> None:
-        self._schema = self._schema or schema
-        if schema and schema != self._schema:
-            raise DatasetError(
-                f"job.dataset({self._reading.split!r}): rows of several schemas ({self._schema}; and {schema}); give "
-                "all rows the same columns and types"
+    def _check_schema(self, schema: Mapping[str, str]) -> None:
+        known = self._schema or schema
+        if schema and (known.keys() != schema.keys() or any(len({"null", known[n], schema[n]}) > 2 for n in known)):
+            raise self._schema_error(
+                "; and ".join(", ".join(f"{n}: {t}" for n, t in s.items()) for s in (known, schema))
             )
+        self._schema = {name: schema.get(name, kind) if kind == "null" else kind for name, kind in known.items()}
+
+    def _schema_error(self, schemas: object) -> DatasetError:
+        return DatasetError(
+            f"job.dataset({self._reading.split!r}): rows of several schemas ({schemas}); give all rows the same "
+            "columns and types"
+        )
 
 
 def task_error(split: str, error: BaseException) -> DataError:

@@ -40,6 +40,7 @@ class Stream:
         limit: int | None = None,
     ):
         self.notes: list[str] = []
+        self.sample_bytes = 0.0
         self._open = open_stream
         self._split = split
         self._seed = seed

@@ -32,9 +32,8 @@ class Division:
 
     Attributes:
         blocks: the axes of what each block is called with, by its name.
-        gathered: those of what a block returns, of the blocks that return all tokens.
-        whole: those of what a module is called with and of what it returns, of the modules in blocks that compute all
-            tokens.
+        gathered: the axes of the results of blocks that return all tokens.
+        whole: the axes of the arguments and of the results of the modules in blocks that compute all tokens.
         outputs: those of the output of the model. None of its leaves has one if it is computed of all tokens.
         length_of: the number of the tensor among the inputs that has the tokens, and their axis.
     """

@@ -32,7 +32,7 @@ class ProvenModel:
         build: its constructor.
         first: an instance that is not called.
         dtype: that of its floating-point tensors.
-        skipped: for each block that returns what it is called with, what it would return, with ``None`` for tensors.
+        skipped: for each block that passes on its arguments, its own result, with ``None`` for tensors.
     """
 
     build: Callable[[], nn.Module]

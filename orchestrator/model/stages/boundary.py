@@ -97,8 +97,8 @@ class Boundary:
 def _sendable(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if a backend cannot send it or a schedule cannot detach it.
 
-    Backends need contiguous memory. Schedules that split the backward pass detach the tensor in place, which torch
-    refuses for views and which must not happen to an input that the stage passes on unchanged.
+    Backends need contiguous memory. Schedules that split the backward pass detach the tensor in place. torch refuses
+    this for views, and it must not happen to an input that the stage passes on unchanged.
     """
     is_stage_input = tensor.is_leaf and tensor.requires_grad
     if is_stage_input or is_view(tensor) or not tensor.is_contiguous():

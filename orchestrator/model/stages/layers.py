@@ -1,4 +1,4 @@
-"""Forward passes through the layers of a model: what flows between them, what each one costs, and what it keeps."""
+"""Forward passes through the layers of a model: the values between them, and the cost and memory of each."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class BlockCall:
 def seen_calls(
     whole: FakeModel, blocks: Mapping[str, nn.Module], run: Callable[[], T]
 ) -> tuple[Mapping[str, BlockCall], T]:
-    """Return what blocks of a model without memory are first called with by ``run``, and what that returns.
+    """Return the first arguments of the blocks of a model without memory under ``run``, and the result of ``run``.
 
     Args:
         whole: the model.
@@ -82,7 +82,7 @@ def seen_calls(
 
 
 def first_calls(blocks: Mapping[str, nn.Module], run: Callable[[], T]) -> tuple[Mapping[str, BlockCall], T]:
-    """Return what modules are first called with by ``run``, and what that returns.
+    """Return the first arguments of modules under ``run``, and the result of ``run``.
 
     Raises:
         ValueError: one of them is not called.
@@ -114,7 +114,7 @@ def _fresh(leaf: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """The blocks that are called with all tokens of a sample, and those that return all of them, by name."""
+    """The blocks that get all tokens of a sample, and the blocks that return all of them, by name."""
 
     enters: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()

@@ -105,7 +105,7 @@ def _disjoint(pairs: Iterable[Pair]) -> list[Pair]:
 
 @torch.no_grad()
 def packed_outputs(block: nn.Module, call: BlockCall) -> Packed:
-    """Return the sizes of what follows one another in the outputs of linear layers, for those that are packed.
+    """Return the sizes of the parts of packed outputs of linear layers.
 
     Queries, keys and values of one projection, or the gate of an MLP beside what it gates, are views of its output,
     each of some of its places. A rank needs a part of each of them.

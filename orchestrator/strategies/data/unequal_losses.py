@@ -17,14 +17,18 @@ MOVED = 30.0
 def unequal(loss: Callable[[Any], Tensor], output: Any, first: Callable[[Any], Any]) -> Any:
     """Return an output of which one part has a small loss and the rest a large one; itself if no gradient tells how.
 
+    A loss that is at its limit has no gradient, so that of zeros is taken then.
+
     Args:
         loss: of an output.
         output: its tensors may be changed in all their elements.
         first: returns the part of an output.
     """
-    whole = with_gradients(output)
-    slopes = gradients_of(loss(whole), whole)
-    largest = largest_of(slopes)
+    for tree in (output, map_tensors(lambda t: t.detach() * 0 if t.is_floating_point() else t, output)):
+        whole = with_gradients(tree)
+        slopes = gradients_of(loss(whole), whole)
+        if largest := largest_of(slopes):
+            break
     places = map_tensors(lambda tensor: torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape), output)
     parts = zip(tensors_in(first(places)), tensors_in(output), strict=True)
     own = iter([part for part, tensor in parts if tensor.is_floating_point()])

@@ -156,7 +156,7 @@ def add_metrics(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def loss_reads(job: Job, output: Any, target: Any, which: Callable[[Tensor], bool]) -> bool:
-    """Return whether the loss depends on those floating-point tensors of an output for which ``which`` is true."""
+    """Return whether the loss depends on the floating-point tensors of an output for which ``which`` is true."""
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.is_floating_point() and which(tensor))

@@ -147,7 +147,7 @@ class DividedStages:
 
 
 class _Together(nn.Module):
-    """The stages of a rank as one module, which gathers what is outside of blocks, and what several stages have."""
+    """The stages of a rank as one module, which gathers the tensors outside of blocks, and those of several stages."""
 
     def __init__(self, stages: Sequence[nn.Module]):
         super().__init__()

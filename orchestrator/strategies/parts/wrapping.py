@@ -114,7 +114,7 @@ def order_of_calls(
 
 
 def _directly_inside(outer: nn.Module, wrapped: Collection[nn.Module], alone: Collection[nn.Module]) -> Group:
-    """Return the ``wrapped`` modules in a module that are not in another one of those that are gathered ``alone``."""
+    """Return the ``wrapped`` modules in a module, without those inside of another one that is gathered ``alone``."""
     found: dict[nn.Module, None] = {}
     for child in outer.children():
         if child in wrapped:

@@ -26,7 +26,7 @@ class BlockKind:
         kind: their class.
         proof: how they can be divided.
         sizes: the number of elements of each parameter of one of them.
-        experts: those of the parameters that belong to experts, which are divided like other layers, or not at all.
+        experts: those of the parameters of experts, which are divided like other layers, or not at all.
     """
 
     names: tuple[str, ...]

@@ -20,7 +20,7 @@ _PACKAGES = ("orchestrator.protocol.", "orchestrator.timeline")
 
 
 class Spool:
-    """Two files that are written in turn, so that no moment has neither the last reports nor those before them.
+    """Two files that are written in turn, so that one of them always has complete reports.
 
     Args:
         path: the files are ``<path>.0`` and ``<path>.1``.

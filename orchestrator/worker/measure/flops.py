@@ -62,7 +62,7 @@ class FlopMeter:
 
     @contextlib.contextmanager
     def counting(self, step: int) -> Iterator[None]:
-        """Count in this block, which computes ``step``, if that is the step in which to count."""
+        """Count in this block, which computes ``step``, if ``step`` is to be counted."""
         if step != self._at_step:
             yield
             return

@@ -83,7 +83,7 @@ def system_metrics(cpu: CpuMeter, gpus: GpuMeter) -> dict[str, float]:
 
 
 def _cpus(*, allowed_only: bool = True) -> tuple[float, float]:
-    """Return the CPU seconds since boot that were used and that stood idle, of the CPUs that this process may use.
+    """Return the used and the idle CPU seconds since boot, of the CPUs that this process may use.
 
     Time that a hypervisor took is used. Linux counts the time of guests in the user's time, too.
     """

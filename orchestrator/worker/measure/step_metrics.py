@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.compat.torch import watching_compilation
-from orchestrator.protocol.core_metrics import SAMPLES_SEEN
+from orchestrator.protocol.core_metrics import EPOCH, SAMPLES_SEEN
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Metric, MetricSpec, measured
 from orchestrator.strategies.measure.device import WaitTimer, clock_of
@@ -31,7 +31,6 @@ from orchestrator.worker.process.process_memory import peak_bytes
 WARM_UP_STEPS = 10
 """Steps that no throughput metric includes; in a short run, a fifth of its steps."""
 
-EPOCH = MetricSpec(name="train/epoch")
 LR = MetricSpec(name="train/lr")
 GRAD_NORM = MetricSpec(name="train/grad_norm")
 

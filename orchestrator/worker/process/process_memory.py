@@ -2,8 +2,8 @@
 
 glibc returns large blocks to the system as soon as they are freed. It adapts to reuse only in the heap of the main
 thread, and training runs in another thread: every step would map its activations again, and the kernel would fill
-them with zeros. So memory stays in the process, for the next step. torch asks for huge pages, which the kernel maps and
-fills hundreds of times faster, and of which a step that reads much memory needs fewer entries in the CPU's tables.
+them with zeros. So memory stays in the process, for the next step. torch asks for huge pages. The kernel maps and
+fills them hundreds of times faster, and a step that reads much memory needs fewer entries in the CPU's tables.
 
 Where parameters are gathered, blocks of many sizes come and go between small ones that stay. Kept memory is then in
 pieces that nothing fits into, and a worker takes several times what it needs. There, large blocks are returned until

@@ -185,7 +185,7 @@ class ScriptRun:
                 self._outbox.put_event(Warned(message=f"the script's checkpoints in {where} are not uploaded: {e}"))
 
     def stacks(self) -> Stacks:
-        """End the script, which tells what it has enqueued, and then writes what its Python threads do.
+        """End the script, which reports its enqueued operations, and then writes the stacks of its Python threads.
 
         ``PYTHONFAULTHANDLER`` lets it write its stacks at SIGABRT. Of a program of another kind, nothing is known.
         """
@@ -284,7 +284,7 @@ class ScriptRun:
             self._print(self._lines.rest)
 
     def _take_scalars(self, found: Iterable[Path] = ()) -> None:
-        """Log what the script has written to its event files, to which those ``found`` belong."""
+        """Log the new contents of the script's event files, with those ``found``."""
         for step, at, scalars in self._events.read(found):
             self._reports.note_step(step)
             self._outbox.enter(self.step, "train")
@@ -318,7 +318,7 @@ class ScriptRun:
             self._outbox.put_lines([text])
 
     def _show_last_lines(self, *, besides: str = "") -> None:
-        """Let the console show the lines that were kept back, but for those of a traceback that it shows itself."""
+        """Let the console show the retained lines, without those of a traceback that it shows itself."""
         known = set(besides.splitlines())
         self._outbox.put_lines([line for line in self._last_lines if line not in known])
         self._last_lines = []

@@ -64,8 +64,7 @@ def run(
 ) -> list[Ran]:
     layout = EVERY[name]
     case = layout.of(Case(job=Toy(), train=SEVEN, callbacks=callbacks))
-    loaded = None if checkpoint is None else str(checkpoint)
-    return gang.run(run_loop, case, layout.world_size, str(folder), loaded, every, world_size=layout.world_size)
+    return gang.run(run_loop, case, folder, checkpoint, every, world_size=layout.world_size)
 
 
 @pytest.mark.parametrize(
@@ -145,5 +144,5 @@ def test_an_error_is_one_warning_on_its_rank(gang: Gang, tmp_path: Path) -> None
 
 def test_an_error_ends_the_run_if_the_callback_says_so(gang: Gang, tmp_path: Path) -> None:
     case = Case(job=Toy(), train=SEVEN, callbacks=(Strict(),))
-    answers = gang.ask(run_loop, replace(case), 1, str(tmp_path), None, 0, world_size=1, timeout_s=SOON_S)
+    answers = gang.ask(run_loop, replace(case), tmp_path, world_size=1, timeout_s=SOON_S)
     assert answers[0].error.startswith("JobError: callbacks[0].on_step_end raised ValueError: it is broken (test_call")

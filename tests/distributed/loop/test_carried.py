@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
-from helpers.conformance.cases import SINGLE, Case, config_of, having, plan_of
+from helpers.conformance.cases import SINGLE, Case, checked, having
 from helpers.conformance.layouts import DDP
 from helpers.ranks.gang import SOON_S, Gang
 from helpers.ranks.loops import Ran, losses_by_step, run_loop
 from orchestrator.job import Job, Split
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.strategies import registry
 
 ROWS, WINDOWS, LENGTH = 4, 9, 5
 """Sequences side by side, the windows of each, and the values of a window."""
@@ -98,7 +97,7 @@ def test_the_state_goes_from_batch_to_batch_and_over_evaluations_and_a_resume(
     losses, norms = trained_plainly(case)
 
     def run(checkpoint: str | None) -> list[Ran]:
-        return gang.run(run_loop, case, 1, str(tmp_path), checkpoint, 3, world_size=1)
+        return gang.run(run_loop, case, tmp_path, checkpoint, 3, world_size=1)
 
     (whole,) = run(None)
     assert losses_by_step([whole]) == pytest.approx(losses, rel=1e-5)
@@ -126,7 +125,7 @@ class Shuffled(Waves):
 )
 def test_a_worker_refuses_what_would_mix_states(gang: Gang, tmp_path: Path, job: Job, error: str) -> None:
     case = Case(job=job, train=TWELVE)
-    (answer,) = gang.ask(run_loop, case, 1, str(tmp_path), None, 0, world_size=1, timeout_s=SOON_S)
+    (answer,) = gang.ask(run_loop, case, tmp_path, world_size=1, timeout_s=SOON_S)
     assert answer.error.startswith(error), answer.error
 
 
@@ -160,7 +159,5 @@ class Misnamed(Waves):
 def test_what_cannot_be_carried_is_refused_before_anything_starts(
     job: Job, changes: dict[str, Any], options: Any, error: str
 ) -> None:
-    config = config_of(Case(job=job, train=having(TWELVE, **changes), options=options), 1 if options is SINGLE else 2)
-    errors: list[str] = []
-    registry.load(options.name).check(config, job, plan_of(config), errors)
+    errors, _ = checked(Case(job=job, train=having(TWELVE, **changes), options=options), 1 if options is SINGLE else 2)
     assert [text[: len(error)] for text in errors] == ([error] if error else []), errors

@@ -33,7 +33,7 @@ def test_training_and_evaluation_have_the_step_also_after_a_resume(gang: Gang, t
     case = layout.of(Case(job=SteppedDigits(hidden=24, depth=3, val_size=32), train=SEVEN))
 
     def ran(checkpoint: str | None, case: Case) -> list[tuple[str, int, float]]:
-        arguments = (run_loop, case, layout.world_size, str(tmp_path), checkpoint, 3)
+        arguments = (run_loop, case, tmp_path, checkpoint, 3)
         return steps_seen(gang.run(*arguments, world_size=layout.world_size))
 
     seen = ran(None, case)

@@ -105,14 +105,14 @@ def saved(folder: Path) -> dict[str, Any]:
 def test_the_resumed_run_makes_the_evaluation(gang: Gang, tmp_path: Path, name: str) -> None:
     of = EVERY[name]
     case, n = of.of(case_of()), of.world_size
-    whole = gang.run(run_loop, case, n, str(tmp_path / "whole"), None, 0, world_size=n)
+    whole = gang.run(run_loop, case, tmp_path / "whole", world_size=n)
     folder = tmp_path / "cut"
     cut = gang.run(run_cut_off, case, n, str(folder), EVALUATING, world_size=n)
     assert {(ran.outcome.status, ran.outcome.step) for ran in cut} == {("stopped", 2)}
     assert evaluations(cut) == {}
     assert saved(folder)[CUT_OFF] == {"step": 2, "task": "evaluation"}
     newest = str(list_checkpoints(folder / "checkpoints")[-1])
-    resumed = gang.run(run_loop, case, n, str(folder), newest, 0, world_size=n)
+    resumed = gang.run(run_loop, case, folder, newest, world_size=n)
     if name.startswith(("hogwild", "locked")):  # whose steps differ from run to run
         assert evaluations(resumed).keys() == {2, 4, 5}
         return
@@ -137,7 +137,7 @@ def test_samples_that_were_cut_off_are_drawn_after_the_resume(gang: Gang, tmp_pa
     assert evaluations(cut).keys() == {2}
     assert saved(tmp_path)[CUT_OFF] == {"step": 2, "task": "samples"}
     newest = str(list_checkpoints(tmp_path / "checkpoints")[-1])
-    resumed = gang.run(run_loop, case, n, str(tmp_path), newest, 0, world_size=n)
+    resumed = gang.run(run_loop, case, tmp_path, newest, world_size=n)
     assert evaluations(resumed).keys() == {4, 5}, "the one after step 2 counts once"
     drawn = [event.step for event in resumed[0].events if event.kind == "sample_saved"]
     assert drawn == [2, 4, 5]
@@ -155,7 +155,7 @@ def test_predictions_that_were_cut_off_are_made_after_the_resume(gang: Gang, tmp
     assert {(ran.outcome.status, ran.outcome.step) for ran in cut} == {("stopped", 2)}
     assert evaluations(cut) == {}
     newest = str(list_checkpoints(tmp_path / "checkpoints")[-1])
-    resumed = gang.run(run_loop, case, n, str(tmp_path), newest, 0, world_size=n)
+    resumed = gang.run(run_loop, case, tmp_path, newest, world_size=n)
     assert evaluations(resumed).keys() == {2, 4, 5}
 
 
@@ -172,13 +172,13 @@ def test_a_stop_in_the_trial_or_in_the_last_evaluation_saves_the_step(
     gang: Gang, tmp_path: Path, place: Reached
 ) -> None:
     of = EVERY["ddp-2"]
-    whole = gang.run(run_loop, of.of(case_of()), 2, str(tmp_path / "whole"), None, 0, world_size=2)
+    whole = gang.run(run_loop, of.of(case_of()), tmp_path / "whole", world_size=2)
     folder = tmp_path / "cut"
     cut = gang.run(run_cut_off, of.of(case_of()), 2, str(folder), place, world_size=2)
     assert {(ran.outcome.status, ran.outcome.step) for ran in cut} == {("stopped", place.step)}
     newest = list_checkpoints(folder / "checkpoints")[-1]
     assert read_manifest(newest)["step"] == place.step
-    resumed = gang.run(run_loop, of.of(case_of()), 2, str(folder), str(newest), 0, world_size=2)
+    resumed = gang.run(run_loop, of.of(case_of()), folder, newest, world_size=2)
     made = [evaluations(ranks) for ranks in (cut, resumed)]
     assert not made[0].keys() & made[1].keys()
     assert made[0] | made[1] == evaluations(whole)

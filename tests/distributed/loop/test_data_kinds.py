@@ -30,8 +30,7 @@ EVERYWHERE = ("ddp-2", "fsdp-2", "ddp-4", "model_parallel-2", "1F1B-2", "GPipe-2
 
 def loop(gang, job, path: Path, world_size: int, *, checkpoint: Path | None = None, every: int = 0) -> list[Ran]:
     case = Case(job=job, options=DDP, train=having(steps=12, global_batch_size=36, eval_every=4))
-    start = None if checkpoint is None else str(checkpoint)
-    return gang.run(run_loop, case, world_size, str(path), start, every, world_size=world_size)
+    return gang.run(run_loop, case, path, checkpoint, every, world_size=world_size)
 
 
 def checkpoints(path: Path) -> list[Path]:
@@ -118,7 +117,7 @@ def replaced_after_step_5(rank: int, case: Case, run_dir: str) -> tuple[Ran, int
 @pytest.mark.parametrize("kind", ["Plain", "Counting", "Epochs", "Stateful"])
 def test_a_run_continues_at_the_next_sample_after_a_failure(gang, tmp_path, kind):
     case = Case(job=StreamToy(kind=kind), options=DDP, train=having(steps=12, global_batch_size=36))
-    expected = losses_by_step(gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1))
+    expected = losses_by_step(gang.run(run_loop, case, tmp_path / "1", world_size=1))
     answers = gang.run(replaced_after_step_5, case, str(tmp_path / "2"), world_size=2)
     assert losses_by_step([seen for seen, _ in answers]) == pytest.approx(expected, rel=SGD)
     steps_read = {"Stateful": (6 + 7, 7), "Plain": (12, 12), "Counting": (12, 12)}.get(kind)
@@ -154,7 +153,7 @@ def test_every_layout_evaluates_each_sample_of_a_stream_once(gang, tmp_path, nam
     for name, world_size in sizes.items():
         train = having(steps=4, global_batch_size=16, eval_splits=("val", "train"))
         case = LAYOUTS[name].of(Case(job=StreamToy(), train=train))
-        ranks = gang.run(run_loop, case, world_size, str(tmp_path / name), None, 0, world_size=world_size)
+        ranks = gang.run(run_loop, case, tmp_path / name, world_size=world_size)
         found[name] = evaluation(ranks)
         assert (found[name]["weight"], found[name]["train weight"]) == (33, 200)
         assert found[name] == pytest.approx(found["single"], rel=SGD)
@@ -168,7 +167,7 @@ def test_every_layout_trains_and_evaluates_the_same_batches(gang, tmp_path, job,
     found, checkpoint = {}, None
     for name in ("single", *names):
         world_size, case = LAYOUTS[name].world_size, LAYOUTS[name].of(Case(job=job, train=train))
-        ranks = gang.run(run_loop, case, world_size, str(tmp_path / name), checkpoint, 3, world_size=world_size)
+        ranks = gang.run(run_loop, case, tmp_path / name, checkpoint, 3, world_size=world_size)
         checkpoint = checkpoint or str(checkpoints(tmp_path / name)[0])  # the other layouts continue
         after_step_4 = evaluation([replace(r, points=[p for p in r.points if p.step <= 4]) for r in ranks])
         found[name] = {step: loss for step, loss in losses_by_step(ranks).items() if step > 3}
@@ -185,10 +184,8 @@ def test_no_validation_set_no_evaluation(gang, tmp_path, layout):
     train = having(steps=6, global_batch_size=16, eval_every=2)
     runs = {}
     for job in (Unvalidated(), Toy()):
-        path = str(tmp_path / type(job).__name__)
-        runs[type(job)] = gang.run(
-            run_loop, Case(job=job, options=options, train=train), world_size, path, None, 3, world_size=world_size
-        )
+        case, path = Case(job=job, options=options, train=train), tmp_path / type(job).__name__
+        runs[type(job)] = gang.run(run_loop, case, path, None, 3, world_size=world_size)
     unvalidated = runs[Unvalidated]
     assert not any(isinstance(p, EvalPoint) for r in unvalidated for p in r.points)
     assert any(isinstance(p, EvalPoint) for r in runs[Toy] for p in r.points)
@@ -197,8 +194,8 @@ def test_no_validation_set_no_evaluation(gang, tmp_path, layout):
     (warning,) = unvalidated[0].warnings
     assert "job.dataset('val') returns None" in warning
     assert warning.endswith("train.eval_every=2 has no effect")
-    half_way = str(checkpoints(tmp_path / "Unvalidated")[0])
+    half_way = checkpoints(tmp_path / "Unvalidated")[0]
     case = Case(job=Unvalidated(), options=options, train=train)
-    resumed = gang.run(run_loop, case, world_size, str(tmp_path / "resumed"), half_way, 0, world_size=world_size)
+    resumed = gang.run(run_loop, case, tmp_path / "resumed", half_way, world_size=world_size)
     rest = {step: loss for step, loss in losses_by_step(unvalidated).items() if step > 3}
     assert losses_by_step(resumed) == pytest.approx(rest, rel=SGD)

@@ -33,11 +33,8 @@ def test_the_ranks_count_what_the_whole_model_takes(gang: Gang, tmp_path: Path, 
     inputs, target = torch.ones(32, 64), torch.zeros(32, dtype=torch.long)
     with FlopCounterMode(display=False) as expected:
         F.cross_entropy(job.model()(inputs), target).backward()
-    ranks = gang.run(
-        run_loop, layout.of(Case(job=job, train=TRAIN)), layout.world_size, str(tmp_path), None, 0,
-        world_size=layout.world_size,
-    )  # fmt: skip
-    counts = flops(ranks)
+    case = layout.of(Case(job=job, train=TRAIN))
+    counts = flops(gang.run(run_loop, case, tmp_path, world_size=layout.world_size))
     assert None not in counts
     assert sum(c for c in counts if c is not None) == expected.get_total_flops()
 
@@ -48,7 +45,7 @@ def test_what_several_ranks_compute_alike_counts_once(gang: Gang, tmp_path: Path
     job = TinyGPT(layers=2, variant="llama", kv_heads=1, vocabulary=257)
     case = Case(job=job, train=having(TRAIN, activation_checkpointing="blocks", global_batch_size=8))
     counts = [
-        sum(c for c in flops(gang.run(run_loop, of, n, str(tmp_path / str(n)), None, 0, world_size=n)) if c is not None)
+        sum(c for c in flops(gang.run(run_loop, of, tmp_path / str(n), world_size=n)) if c is not None)
         for of, n in ((case, 1), (TENSOR["mesh-tensor-2"].of(case), 2))
     ]
     assert counts[0] == pytest.approx(counts[1])
@@ -57,4 +54,4 @@ def test_what_several_ranks_compute_alike_counts_once(gang: Gang, tmp_path: Path
 def test_the_flops_of_replicas_in_threads_are_unknown(gang: Gang, tmp_path: Path) -> None:
     dp = DP
     case = Case(job=digits(), train=TRAIN, alone=dp)
-    assert flops(gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)) == [None]
+    assert flops(gang.run(run_loop, case, tmp_path, world_size=1)) == [None]

@@ -26,9 +26,7 @@ CASE = Case(
 
 def histograms(gang: Gang, layout: str, folder: Path) -> tuple[list[Ran], dict[str, Any]]:
     of_ranks = LAYOUTS[layout]
-    ranks = gang.run(
-        run_loop, of_ranks.of(CASE), of_ranks.world_size, str(folder), None, 0, world_size=of_ranks.world_size
-    )
+    ranks = gang.run(run_loop, of_ranks.of(CASE), folder, world_size=of_ranks.world_size)
     return ranks, json.loads((folder / "samples" / "step-000002-histograms.json").read_text())
 
 

@@ -56,10 +56,10 @@ class LostAtEvaluation:
 @pytest.mark.parametrize("val_size", [2, 7, 33])
 def test_each_sample_is_evaluated_once(gang, tmp_path, val_size):
     case = Case(job=digits(val_size=val_size), train=having(steps=2, global_batch_size=14))
-    expected = evaluation(gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1))
+    expected = evaluation(gang.run(run_loop, case, tmp_path / "1", world_size=1))
     assert expected["weight"] == val_size
     for world_size in (2, 3, 4):
-        ranks = gang.run(run_loop, case, world_size, str(tmp_path / f"{world_size}"), None, 0, world_size=world_size)
+        ranks = gang.run(run_loop, case, tmp_path / f"{world_size}", world_size=world_size)
         found = evaluation(ranks)
         assert found["weight"] == val_size
         assert found["accuracy"] == expected["accuracy"]
@@ -72,7 +72,7 @@ def keeps_after_a_step(rank: int, case: Case, folder: str) -> bool:
     from orchestrator.worker.process import process_memory
 
     process_memory.set_allocator(gathers=True)
-    run_loop(rank, case, 2, folder, None, 0)
+    run_loop(rank, case, folder)
     block = torch.ones(30 * 2**18)  # 30 MiB, just below what glibc can keep
     before = process_memory._status()["VmData"]
     del block
@@ -87,7 +87,7 @@ def test_a_first_step_shows_that_there_is_memory_to_keep(gang, tmp_path):
 def test_a_step_that_is_skipped_is_told_once(gang, tmp_path):
     (bad,) = SampleOrder(n=200, seed=3).indices(2 * 14, 1)
     case = Case(job=Poisoned(bad=(bad,)), train=having(steps=4, global_batch_size=14, on_nonfinite="skip"))
-    ranks = gang.run(run_loop, case, 2, str(tmp_path), None, 0, world_size=2)
+    ranks = gang.run(run_loop, case, tmp_path, world_size=2)
     warned = [[event.message for event in rank.events if isinstance(event, Warned)] for rank in ranks]
     assert warned == [["step 3 skipped: gradient not finite"], []]
 
@@ -96,10 +96,10 @@ def endless(output, target):
     return F.cross_entropy(output, target) * math.inf
 
 
-def refused(rank, case, world_size, run_dir, *checkpoint):
+def refused(rank, case, run_dir, *checkpoint):
     """Why the run fails on this rank; None if it does not."""
     try:
-        run_loop(rank, case, world_size, run_dir, *(checkpoint or (None,)), 0)
+        run_loop(rank, case, run_dir, *checkpoint)
     except EXPLAINED as e:
         return str(e)
     return None
@@ -116,7 +116,7 @@ def refused(rank, case, world_size, run_dir, *checkpoint):
 )
 def test_a_run_without_an_update_fails_and_saves_no_last_checkpoint(gang, tmp_path, name, train, said):
     of, case = EVERY[name], Case(job=Toy(loss_of=endless), train=having(steps=3, global_batch_size=16, **train))
-    whys = gang.run(refused, of.of(case), of.world_size, str(tmp_path), world_size=of.world_size)
+    whys = gang.run(refused, of.of(case), tmp_path, world_size=of.world_size)
     assert all(why is not None and why.startswith(said) for why in whys), whys
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
@@ -131,11 +131,11 @@ class Cooling(Toy):
 @pytest.mark.parametrize("name", ["single", "ddp-2", "1F1B-2", "parameter_server-2+2"])
 def test_a_resume_with_more_steps_follows_the_schedule_of_the_new_length(gang, tmp_path, name):
     case = Case(job=Cooling(build=plain), train=having(steps=3, global_batch_size=16, eval_splits=()))
-    gang.run(run_loop, case, 2, str(tmp_path / "first"), None, 0, world_size=2)
+    gang.run(run_loop, case, tmp_path / "first", world_size=2)
     (saved,) = (tmp_path / "first" / "checkpoints").iterdir()
     case = replace(case, train=having(case.train, steps=6))
     resumed = {
-        name: gang.run(run_loop, of.of(case), n := of.world_size, str(tmp_path / name), str(saved), 0, world_size=n)
+        name: gang.run(run_loop, of.of(case), tmp_path / name, saved, world_size=of.world_size)
         for name, of in {name: LAYOUTS[name], "single": LAYOUTS["single"]}.items()
     }
     rates = {p.step: p.metrics["train/lr"].value for p in resumed[name][0].points if isinstance(p, TrainPoint)}
@@ -153,13 +153,13 @@ class OwnFile(Toy):
 
 def test_another_number_of_samples_is_refused_in_the_same_run_and_taken_by_a_new_one(gang, tmp_path):
     train, run_dir = having(steps=2, global_batch_size=16, eval_splits=()), str(tmp_path / "run")
-    gang.run(run_loop, Case(job=Toy(), train=train), 1, run_dir, None, 0, world_size=1)
+    gang.run(run_loop, Case(job=Toy(), train=train), run_dir, world_size=1)
     (saved,) = map(str, (tmp_path / "run" / "checkpoints").iterdir())
     grown = Case(job=Toy(samples=1200), train=replace(train, steps=3))
-    (why,) = gang.run(refused, grown, 1, run_dir, saved, world_size=1)
+    (why,) = gang.run(refused, grown, run_dir, saved, world_size=1)
     assert "has 1,200 samples, and had 200 at step 2 of this run" in why
     assert why.endswith(f"start_from={saved}")
-    assert gang.run(refused, grown, 1, str(tmp_path / "new"), saved, world_size=1) == [None]
+    assert gang.run(refused, grown, tmp_path / "new", saved, world_size=1) == [None]
 
 
 class GrowingStream(Stateful):
@@ -175,33 +175,33 @@ class Growing(Toy):
 
 def test_a_stream_that_has_grown_is_read_on_from_its_saved_position(gang, tmp_path):
     train, run_dir = having(steps=2, global_batch_size=16, eval_splits=()), str(tmp_path)
-    gang.run(run_loop, Case(job=Growing(samples=40), train=train), 1, run_dir, None, 0, world_size=1)
+    gang.run(run_loop, Case(job=Growing(samples=40), train=train), run_dir, world_size=1)
     (saved,) = map(str, (tmp_path / "checkpoints").iterdir())
     grown = Case(job=Growing(samples=50), train=replace(train, steps=3))
-    assert gang.run(refused, grown, 1, run_dir, saved, world_size=1) == [None]
+    assert gang.run(refused, grown, run_dir, saved, world_size=1) == [None]
 
 
 def test_workers_that_read_data_of_different_sizes_are_refused(gang, tmp_path):
     case = Case(job=OwnFile(), train=having(steps=2, global_batch_size=16))
     why = "job.dataset('train') has 200 samples on rank 0 and 201 on rank 1; let every worker read the same data"
-    assert [w[: len(why)] for w in gang.run(refused, case, 2, str(tmp_path), world_size=2)] == [why, why]
+    assert [w[: len(why)] for w in gang.run(refused, case, tmp_path, world_size=2)] == [why, why]
 
 
 @pytest.mark.parametrize("empty", [0, 6])
 def test_each_valid_token_is_evaluated_once(gang, tmp_path, empty):
     case = Case(job=Tokens(samples=31, empty=empty), train=having(steps=2, global_batch_size=10))
-    expected = evaluation(gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1))
+    expected = evaluation(gang.run(run_loop, case, tmp_path / "1", world_size=1))
     assert expected["weight"] == sum(int((target != -100).sum()) for _, target in case.job.dataset("val").items)
-    ranks = gang.run(run_loop, case, 4, str(tmp_path / "4"), None, 0, world_size=4)
+    ranks = gang.run(run_loop, case, tmp_path / "4", world_size=4)
     assert evaluation(ranks) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("job", [Dropped(), Normed(), Toy()], ids=["dropout", "buffers", "plain"])
 def test_two_workers_resume_from_a_checkpoint_bit_for_bit(gang, tmp_path, job):
     case = Case(job=job, train=having(steps=6, global_batch_size=9, eval_every=2))
-    whole = gang.run(run_loop, case, 2, str(tmp_path / "whole"), None, 3, world_size=2)
+    whole = gang.run(run_loop, case, tmp_path / "whole", None, 3, world_size=2)
     half_way = min((tmp_path / "whole" / "checkpoints").iterdir(), key=lambda p: p.name)
-    resumed = gang.run(run_loop, case, 2, str(tmp_path / "resumed"), str(half_way), 0, world_size=2)
+    resumed = gang.run(run_loop, case, tmp_path / "resumed", half_way, world_size=2)
     for before, after in zip(whole, resumed, strict=True):
         expected = [(type(p), p.step, p.loss_sum, p.weight) for p in before.points if p.step > 3]
         assert [(type(p), p.step, p.loss_sum, p.weight) for p in after.points] == expected
@@ -223,10 +223,7 @@ def test_a_checkpoint_of_what_is_trained_is_continued_in_any_layout(gang, tmp_pa
 
     def run(case, name, checkpoint, every=0):
         layout, run_dir = LAYOUTS[name], tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        begin = None if checkpoint is None else str(checkpoint)
-        ranks = gang.run(
-            run_loop, layout.of(case), layout.world_size, str(run_dir), begin, every, world_size=layout.world_size
-        )
+        ranks = gang.run(run_loop, layout.of(case), run_dir, checkpoint, every, world_size=layout.world_size)
         points = [p for rank in ranks for p in rank.points if isinstance(p, TrainPoint) and p.step == 6]
         return math.fsum(p.loss_sum for p in points), list_checkpoints(run_dir / "checkpoints")[0]
 
@@ -272,7 +269,7 @@ def test_a_run_that_no_longer_improves_ends_on_all_ranks_and_keeps_its_best_chec
     train = having(steps=20, global_batch_size=12, eval_every=2, stop_after=2)
     case = layout.of(Case(job=Worsening(samples=24), train=train, checkpoint=BEST))
     world_size = layout.world_size
-    ranks = gang.run(run_loop, case, world_size, str(tmp_path), None, 0, world_size=world_size)
+    ranks = gang.run(run_loop, case, tmp_path, world_size=world_size)
     found = {(r.outcome.status, r.outcome.step, r.outcome.ended_early) for r in ranks}
     ((status, step, why),) = found
     best = [e for e in ranks[0].events if isinstance(e, BestFound)][-1]
@@ -286,7 +283,7 @@ def test_a_run_that_no_longer_improves_ends_on_all_ranks_and_keeps_its_best_chec
     assert evaluation_metrics(parts)["val/loss"] == best.value
     of_best, folder = str(list_checkpoints(tmp_path / "checkpoints")[0]), tmp_path / "evaluated"
     case = replace(case, train=replace(train, stop_after=None), checkpoint=CHECKPOINT, evaluate="the run")
-    evaluated = gang.run(run_loop, case, world_size, str(folder), of_best, 1, world_size=world_size)
+    evaluated = gang.run(run_loop, case, folder, of_best, 1, world_size=world_size)
     assert [[replace(p, time=0) for p in r.points] for r in evaluated] == [[replace(p, time=0)] for p in parts]
     assert list_checkpoints(folder / "checkpoints") == []
 
@@ -294,11 +291,11 @@ def test_a_run_that_no_longer_improves_ends_on_all_ranks_and_keeps_its_best_chec
 def test_a_run_that_starts_from_another_one_looks_for_its_own_best_evaluation(gang, tmp_path):
     train = having(steps=6, global_batch_size=12, eval_every=2)
     case = Case(job=Worsening(samples=24), train=train, checkpoint=BEST)
-    gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)
+    gang.run(run_loop, case, tmp_path, world_size=1)
     newest = list_checkpoints(tmp_path / "checkpoints")[-1]
     assert BestSoFar.from_meta(load(newest).meta).step < 6
     case = replace(case, train=replace(train, steps=8))
-    gang.run(run_loop, case, 1, str(tmp_path / "new"), str(newest), 0, world_size=1)
+    gang.run(run_loop, case, tmp_path / "new", newest, world_size=1)
     (saved,) = list_checkpoints(tmp_path / "new" / "checkpoints")
     assert BestSoFar.from_meta(load(saved).meta).step == 8
 
@@ -307,7 +304,7 @@ def test_a_run_that_starts_from_another_one_looks_for_its_own_best_evaluation(ga
 @pytest.mark.parametrize("at", [3, 6])
 def test_no_checkpoint_has_parameters_that_are_not_finite(gang, tmp_path, at, world_size):
     case = Case(job=Cliff(at=at), train=having(steps=6, log_every=100))
-    answers = gang.ask(run_loop, case, world_size, str(tmp_path), None, 3, world_size=world_size, timeout_s=SOON_S)
+    answers = gang.ask(run_loop, case, tmp_path, None, 3, world_size=world_size, timeout_s=SOON_S)
     assert answers[0].error is not None
     assert answers[0].error.startswith(f"NonFiniteError: the parameter 0.weight is no longer finite at step {at}; ")
     saved = [load(path) for path in (tmp_path / "checkpoints").iterdir()]
@@ -330,7 +327,7 @@ class Grouped(Toy):
 def test_a_run_that_looks_for_a_rate_saves_nothing(gang, tmp_path, name):
     train = having(steps=9, global_batch_size=16, lr_range=(1e-8, 1.0), eval_splits=(), on_nonfinite="stop")
     case, world_size = LAYOUTS[name].of(Case(job=Toy(), train=train)), LAYOUTS[name].world_size
-    ranks = gang.run(run_loop, case, world_size, str(tmp_path), None, 2, world_size=world_size)
+    ranks = gang.run(run_loop, case, tmp_path, None, 2, world_size=world_size)
     rates = {p.step: p.metrics["train/lr"].value for p in ranks[0].points if isinstance(p, TrainPoint)}
     assert [rates[step] for step in range(1, 9)] == pytest.approx([10.0**n for n in range(-7, 1)])
     assert list((tmp_path / "checkpoints").glob("step-*")) == []
@@ -343,7 +340,7 @@ def test_the_learning_rate_of_each_group_is_logged_while_they_differ(gang, tmp_p
         Toy(): [(0.1, None, None)] * 3,
     }.items():
         case = Case(job=job, train=having(steps=3))
-        for ran in gang.run(run_loop, case, 2, str(tmp_path / type(job).__name__), None, 0, world_size=2):
+        for ran in gang.run(run_loop, case, tmp_path / type(job).__name__, world_size=2):
             points = [p.metrics for p in ran.points if isinstance(p, TrainPoint)]
             names = ("train/lr", "train/lr_group_0", "train/lr_group_1")
             assert [tuple(m[n].value if n in m else None for n in names) for m in points] == expected
@@ -357,7 +354,7 @@ def test_a_rank_that_fails_alone_ends_the_others_soon(gang, tmp_path):
     train = having(steps=5, eval_splits=())
     case = Case(job=TwoHeads(uses=not_on_rank_1_at_third_call), train=train)
     for attempt in range(3):
-        answers = gang.ask(run_loop, case, 3, str(tmp_path / str(attempt)), None, 0, world_size=3, timeout_s=SOON_S)
+        answers = gang.ask(run_loop, case, tmp_path / str(attempt), world_size=3, timeout_s=SOON_S)
         assert "take no part in the loss: spare.weight, spare.bias" in answers[1].error
         assert all(a.error is not None for a in answers)
 

@@ -29,7 +29,7 @@ SEVEN = having(steps=7, global_batch_size=12, eval_every=3)
 
 
 def run(gang: Gang, folder: Path, case: Case, world_size: int = 2) -> list[Ran]:
-    return gang.run(run_loop, case, world_size, str(folder), None, 0, world_size=world_size)
+    return gang.run(run_loop, case, folder, world_size=world_size)
 
 
 def layout(name: str, case: Case) -> tuple[Case, int]:
@@ -268,5 +268,5 @@ def leave(info: StepEnd) -> None:
 )
 def test_a_changed_model_and_an_exit_end_the_run(gang, tmp_path, function, error):
     case = Case(job=Calling(function=function), train=SEVEN)
-    answers = gang.ask(run_loop, case, 2, str(tmp_path), None, 0, world_size=2, timeout_s=SOON_S)
+    answers = gang.ask(run_loop, case, tmp_path, world_size=2, timeout_s=SOON_S)
     assert answers[0].error.startswith(error)

@@ -130,8 +130,8 @@ def expected_rate(step: int, *, made: int) -> float:
 def run(gang: Gang, job: Any, name: str, run_dir: Path, *, checkpoint: str | None = None, steps: int = STEPS) -> Any:
     layout = LAYOUTS[name]
     case = layout.of(Case(job=job, train=replace(TRAIN, steps=steps)))
-    path = None if checkpoint is None else str(run_dir / "checkpoints" / checkpoint)
-    return gang.run(run_loop, case, layout.world_size, str(run_dir), path, EVERY, world_size=layout.world_size)
+    path = None if checkpoint is None else run_dir / "checkpoints" / checkpoint
+    return gang.run(run_loop, case, run_dir, path, EVERY, world_size=layout.world_size)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_where_layers_and_tokens_are_divided_the_job_is_steered_too(
     def losses(layout: str) -> tuple[list[float], list[float]]:
         of = {**LAYOUTS, **TENSOR, **CONTEXT}[layout]
         case = of.of(Case(job=kind(), train=having(TRAIN, steps=6, global_batch_size=8)))
-        ranks = gang.run(run_loop, case, of.world_size, str(tmp_path / layout), None, 0, world_size=of.world_size)
+        ranks = gang.run(run_loop, case, tmp_path / layout, world_size=of.world_size)
         points = [p for rank in ranks for p in rank.points if isinstance(p, EvalPoint)]
         sums = {p.step: [q for q in points if q.step == p.step] for p in points}
         evaluations = [sum(p.loss_sum for p in ps) / sum(p.weight for p in ps) for ps in sums.values()]
@@ -257,7 +257,7 @@ def test_samples_are_made_with_the_fields_of_their_step(gang: Gang, tmp_path: Pa
     case = Case(job=ScaledData(where=where), train=TRAIN, loaders=loaders)
 
     def seen(checkpoint: str | None) -> tuple[dict[int, float], dict[int, float]]:
-        (ran,) = gang.run(run_loop, case, 1, str(tmp_path), checkpoint, EVERY, world_size=1)
+        (ran,) = gang.run(run_loop, case, tmp_path, checkpoint, EVERY, world_size=1)
         points = [p for p in ran.points if isinstance(p, TrainPoint)]
         return {p.step: p.sums["scale"] / p.step_weight for p in points}, evaluated([ran])
 
@@ -332,11 +332,10 @@ def test_a_checkpoint_is_evaluated_with_the_fields_that_it_was_trained_with(
     gang: Gang, tmp_path: Path, name: str
 ) -> None:
     run(gang, SteeredDigits(), "single", tmp_path)
-    of, checkpoint = LAYOUTS[name], str(tmp_path / "checkpoints" / "step-00000006")
+    of, checkpoint = LAYOUTS[name], tmp_path / "checkpoints" / "step-00000006"
     train = replace(TRAIN, steps=6, eval_splits=("val",))
     case = of.of(Case(job=SteeredDigits(), train=train, evaluate="the run"))
-    other = str(tmp_path / "other")
-    ranks = gang.run(run_loop, case, of.world_size, other, checkpoint, 0, world_size=of.world_size)
+    ranks = gang.run(run_loop, case, tmp_path / "other", checkpoint, world_size=of.world_size)
     assert evaluated(ranks) == pytest.approx({6: 3.0})
 
 

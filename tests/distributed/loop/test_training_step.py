@@ -87,8 +87,8 @@ def test_bf16_stays_close_and_uses_the_updated_weights(gang: Gang) -> None:
 
 def test_evaluation_uses_forward_and_loss_and_keeps_the_teacher_in_eval_mode(gang: Gang, tmp_path: Path) -> None:
     case = Case(job=Distillation(), train=having(UNEVEN, eval_every=3))
-    alone = gang.run(run_loop, case, 1, str(tmp_path / "1"), None, 0, world_size=1)
-    ranks = gang.run(run_loop, case, 2, str(tmp_path / "2"), None, 0, world_size=2)
+    alone = gang.run(run_loop, case, tmp_path / "1", world_size=1)
+    ranks = gang.run(run_loop, case, tmp_path / "2", world_size=2)
     assert losses_by_step(ranks) == pytest.approx(losses_by_step(alone), rel=1e-5)
     (undisturbed,) = gang.run(train, replace(case, train=UNEVEN), world_size=1)
     assert list(losses_by_step(alone).values()) == pytest.approx(losses([undisturbed]).tolist(), rel=1e-6)
@@ -96,7 +96,7 @@ def test_evaluation_uses_forward_and_loss_and_keeps_the_teacher_in_eval_mode(gan
 
 def test_the_metrics_of_a_step_are_logged(gang: Gang, tmp_path: Path) -> None:
     case = Case(job=GAN(), train=having(UNEVEN, log_every=4))
-    for rank in gang.run(run_loop, case, 2, str(tmp_path), None, 0, world_size=2):
+    for rank in gang.run(run_loop, case, tmp_path, world_size=2):
         points = [p for p in rank.points if isinstance(p, TrainPoint)]
         assert [p.step for p in points] == [1, 4, 8]
         assert all(p.sums.keys() == {"discriminator"} for p in points)
@@ -125,9 +125,9 @@ def test_a_resume_in_another_layout_continues_it(gang: Gang, job: Job) -> None:
 
 def test_two_workers_resume_bit_for_bit(gang: Gang, tmp_path: Path) -> None:
     case = Case(job=NormedGAN(), train=UNEVEN)
-    whole = gang.run(run_loop, case, 2, str(tmp_path / "whole"), None, 4, world_size=2)
+    whole = gang.run(run_loop, case, tmp_path / "whole", None, 4, world_size=2)
     half_way = str(tmp_path / "whole" / "checkpoints" / "step-00000004")
-    resumed = gang.run(run_loop, case, 2, str(tmp_path / "resumed"), half_way, 0, world_size=2)
+    resumed = gang.run(run_loop, case, tmp_path / "resumed", half_way, world_size=2)
     for before, after in zip(whole, resumed, strict=True):
         assert [p.loss_sum for p in after.points] == [p.loss_sum for p in before.points if p.step > 4]
     end = (load(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "resumed"))

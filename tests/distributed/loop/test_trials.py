@@ -89,7 +89,7 @@ def test_no_number_of_the_run_depends_on_a_trial(gang, tmp_path, name, streams):
     found = []
     for splits in (("val",), ()):
         one, run_dir = replace(case, train=replace(train, eval_splits=splits)), tmp_path / f"{len(splits)}"
-        ranks = gang.run(run_loop, one, layout.world_size, str(run_dir), None, 2, world_size=layout.world_size)
+        ranks = gang.run(run_loop, one, run_dir, None, 2, world_size=layout.world_size)
         points = [[(p.step, p.loss_sum) for p in r.points if isinstance(p, TrainPoint)] for r in ranks]
         found.append((points, load(list_checkpoints(run_dir / "checkpoints")[0])))
         assert all(p.step >= 3 for r in ranks for p in r.points if isinstance(p, EvalPoint))
@@ -200,7 +200,7 @@ BEST_SHARE = replace(CHECKPOINT, best="val/share", best_direction="maximize")
 )
 def test_metric_objects_are_tried(gang, tmp_path, what, message):
     case = EVERY["ddp-2"].of(Case(job=Scored(what=what), train=having(steps=40, global_batch_size=12)))
-    answers = gang.ask(run_loop, case, 2, str(tmp_path), None, 0, world_size=2, timeout_s=SOON_S)
+    answers = gang.ask(run_loop, case, tmp_path, world_size=2, timeout_s=SOON_S)
     assert answers[0].error.startswith(message)
 
 
@@ -209,7 +209,7 @@ def test_a_metric_that_needs_more_samples_is_only_named_in_a_trial(gang, tmp_pat
     layout = EVERY[name]
     train = having(steps=6, global_batch_size=8, eval_every=4)
     case = layout.of(Case(job=Scored(what="compute", dropout=0), train=train, checkpoint=BEST_SHARE))
-    ranks = gang.run(run_loop, case, layout.world_size, str(tmp_path), None, 0, world_size=layout.world_size)
+    ranks = gang.run(run_loop, case, tmp_path, world_size=layout.world_size)
     (warning,) = [w for r in ranks for w in r.warnings if "metric_objects" in w]
     assert warning.startswith(
         "job.metric_objects: 'score' cannot be computed in a trial with a few samples: ZeroDivisionError: planned (test"
@@ -245,9 +245,7 @@ def test_a_machine_that_fails_in_a_trial_does_not_end_the_run(tmp_path):
 def test_each_rank_tries_its_part(gang, tmp_path, name, what, message):
     layout = EVERY[name]
     case = layout.of(Case(job=Failing(what=what), train=having(steps=40, global_batch_size=12)))
-    answers = gang.ask(
-        run_loop, case, layout.world_size, str(tmp_path), None, 0, world_size=layout.world_size, timeout_s=SOON_S
-    )
+    answers = gang.ask(run_loop, case, tmp_path, world_size=layout.world_size, timeout_s=SOON_S)
     assert all(answer.error.startswith(message) for answer in answers)
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
@@ -274,6 +272,6 @@ class FailingAtLast(Toy):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_last_evaluation_that_fails_loses_nothing(gang, tmp_path, world_size):
     case = Case(job=FailingAtLast(), train=having(steps=6, global_batch_size=12))
-    answers = gang.ask(run_loop, case, world_size, str(tmp_path), None, 4, world_size=world_size, timeout_s=SOON_S)
+    answers = gang.ask(run_loop, case, tmp_path, None, 4, world_size=world_size, timeout_s=SOON_S)
     assert all("planned" in answer.error or "closed" in answer.error for answer in answers)
     assert [load(path).step for path in list_checkpoints(tmp_path / "checkpoints")] == [4, 6]

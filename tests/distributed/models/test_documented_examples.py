@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
+from helpers.conformance import cases
+from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.layouts import pipeline
 from helpers.conformance.training import losses, train
 from helpers.files.documents import PAGES, Example, examples
 from helpers.ranks.gang import Gang
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job, has_training_step
-from orchestrator.strategies import registry
 
 OPTIONAL = ("transformers",)
 STRATEGIES: Mapping[str, StrategyConfig] = {"ddp": replace(DDP, bucket_mb="auto"), "pipeline": pipeline("1F1B", 2)}
@@ -48,9 +48,7 @@ def checked(rank: int, source: str) -> dict[str, list[str]]:
 def trained(rank: int, source: str, name: str, strategy: str) -> Any:
     job, options = jobs_of(source)[name], STRATEGIES[strategy]
     case = Case(job=job, train=having(steps=2, global_batch_size=8), options=options)
-    config, errors = config_of(case, 2), list[str]()
-    registry.load(config.strategy.name).check(config, case.job, plan_of(config), errors)
-    assert errors == []
+    assert cases.checked(case, 2)[0] == []
     return train(rank, case)
 
 

@@ -182,12 +182,12 @@ def test_the_script_and_its_port_have_one_curve(gang: Gang, tmp_path: Path, monk
     assert list(script["train"]) == list(range(1, 51))
     settings = having(steps=50, global_batch_size=60, clip_norm=1.0, eval_every=25)
     case = Case(job=digits_job.InScriptOrder(width=4), train=settings, seed=0)
-    (ran,) = gang.run(run_loop, case, 1, str(tmp_path), None, 0, world_size=1)
+    (ran,) = gang.run(run_loop, case, tmp_path, world_size=1)
     assert losses_by_step([ran]) == pytest.approx(script["train"], rel=ROUNDING)
     val = {p.step: p.loss_sum / p.weight for p in ran.points if isinstance(p, EvalPoint)}
     assert val == pytest.approx(script["val"], rel=ROUNDING)
     in_own_order = replace(case, job=digits_job.Digits(width=4))
-    (other,) = gang.run(run_loop, in_own_order, 1, str(tmp_path / "own"), None, 0, world_size=1)
+    (other,) = gang.run(run_loop, in_own_order, tmp_path / "own", world_size=1)
     assert abs(losses_by_step([other])[1] - script["train"][1]) > 1e-3, "the order makes no difference"
 
 
@@ -200,8 +200,8 @@ def test_a_streamed_run_resumes_at_the_next_line(
 
     def loop(world_size: int, checkpoint: Path | None, every: int) -> Any:
         case = Case(job=job, options=DDP, train=settings)
-        folder, start = str(tmp_path / f"{world_size}{checkpoint is None}"), checkpoint and str(checkpoint)
-        return gang.run(run_loop, case, world_size, folder, start, every, world_size=world_size)
+        folder = tmp_path / f"{world_size}{checkpoint is None}"
+        return gang.run(run_loop, case, folder, checkpoint, every, world_size=world_size)
 
     whole = loop(2, None, 10)
     (checkpoint,) = (tmp_path / "2True" / "checkpoints").glob("step-*10")
@@ -283,7 +283,7 @@ def test_adapters_are_saved_from_a_checkpoint(gang: Gang, hub: Path, tmp_path: P
     from transformers import AutoModelForCausalLM
 
     case = Case(job=job, options=pipeline("1F1B", 4, split), train=replace(SHORT, eval_every=0))
-    gang.run(run_loop, case, 2, str(tmp_path), None, 0, world_size=2)
+    gang.run(run_loop, case, tmp_path, world_size=2)
     (checkpoint,) = (tmp_path / "checkpoints").glob("step-*")
     model: Any = job.model()
     model.load_state_dict(dict(load(checkpoint).model))

@@ -91,16 +91,9 @@ def test_modes_are_those_of_evaluation_in_evaluations_and_checkpoints(gang: Gang
     """Neither changes the training; what a checkpoint has is what was evaluated."""
     layout, job = LAYOUTS[name], OptimizedDigits(kind=ScheduleFree, val_size=32)
     often, seldom = (
-        gang.run(
-            run_loop,
-            layout.of(Case(job=job, train=having(TRAIN, eval_every=every, ema_decay=0.5))),
-            layout.world_size,
-            str(tmp_path / str(every)),
-            None,
-            every,
-            world_size=layout.world_size,
-        )
+        gang.run(run_loop, case, tmp_path / str(every), None, every, world_size=layout.world_size)
         for every in (2, 0)
+        for case in [layout.of(Case(job=job, train=having(TRAIN, eval_every=every, ema_decay=0.5)))]
     )
     assert losses_by_step(often) == losses_by_step(seldom)
     state, other = (load(tmp_path / str(every) / "checkpoints" / "step-00000006") for every in (2, 0))

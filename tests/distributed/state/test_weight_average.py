@@ -177,16 +177,8 @@ def test_it_is_evaluated_and_sampled_with_the_weights_swapped_in_and_back(
     layout, job = LAYOUTS[name], Sampled(hidden=24, depth=3, val_size=32, lr=0.3)
     train = having(AVERAGING, global_batch_size=32, eval_every=3)
     with_it, without = (
-        gang.run(
-            run_loop,
-            layout.of(Case(job=job, train=having(train, ema_decay=decay))),
-            layout.world_size,
-            str(tmp_path / str(decay)),
-            None,
-            0,
-            world_size=layout.world_size,
-        )
-        for decay in (DECAY, None)
+        gang.run(run_loop, case, tmp_path / str(case.train.ema_decay), world_size=layout.world_size)
+        for case in (layout.of(Case(job=job, train=having(train, ema_decay=decay))) for decay in (DECAY, None))
     )
     state, plain = (load(tmp_path / str(decay) / "checkpoints" / "step-00000006") for decay in (DECAY, None))
     assert_same(state.model, plain.model)
@@ -218,7 +210,7 @@ def test_it_can_be_switched_off_and_on_again(gang: Gang, tmp_path: Path) -> None
     checkpoint = None
     for case, world_size, name in ((on, 2, "on"), (off, 1, "off"), (again, 2, "again")):
         folder = tmp_path / name
-        ranks = gang.run(run_loop, case, world_size, str(folder), checkpoint, 0, world_size=world_size)
+        ranks = gang.run(run_loop, case, folder, checkpoint, world_size=world_size)
         checkpoint = str(folder / "checkpoints" / f"step-{case.train.steps:08d}")
         kept = averages(load(Path(checkpoint)).optimizer)
         assert bool(kept) == (name != "off")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.cases import Case, checked, having
 from helpers.conformance.layouts import DDP, EVERY
 from helpers.conformance.training import (
     Steps,
@@ -27,7 +27,6 @@ from helpers.conformance.training import (
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from helpers.ranks.loops import losses_by_step, run_loop
-from orchestrator.strategies import registry
 from orchestrator.strategies.base import StepResult
 from orchestrator.user_code.callbacks import current_step, set_current_step
 from orchestrator.user_code.errors import JobError
@@ -181,7 +180,7 @@ def test_a_checkpoint_has_the_history_of_the_search(gang: Gang, tmp_path: Path, 
     case = layout.of(Case(job=Searching(), train=having(SIX, eval_every=3)))
 
     def run(checkpoint: str | None, layout: Any) -> dict[int, float]:
-        arguments = (run_loop, layout.of(case), layout.world_size, str(tmp_path), checkpoint, 3)
+        arguments = (run_loop, layout.of(case), tmp_path, checkpoint, 3)
         return losses_by_step(gang.run(*arguments, world_size=layout.world_size))
 
     expected = run(None, layout)
@@ -207,16 +206,12 @@ def test_a_checkpoint_has_the_history_of_the_search(gang: Gang, tmp_path: Path, 
 def test_what_cannot_have_a_closure_is_refused_before_anything_starts(
     changes: dict[str, Any], options: Any, error: str
 ) -> None:
-    job, errors = Searching(), list[str]()
-    config = config_of(Case(job=job, train=having(SIX, **changes), options=options), 2)
-    registry.load(options.name).check(config, job, plan_of(config), errors)
+    errors, _ = checked(Case(job=Searching(), train=having(SIX, **changes), options=options), 2)
     assert [text[: len(error)] for text in errors] == [error], errors
 
 
 def test_a_job_that_may_have_one_is_accepted() -> None:
-    config, errors = config_of(Case(job=Searching(), train=SIX), 1), list[str]()
-    registry.load("single").check(config, Searching(), plan_of(config), errors)
-    assert errors == []
+    assert checked(Case(job=Searching(), train=SIX), 1)[0] == []
 
 
 def test_a_worker_refuses_what_the_driver_could_not_see() -> None:

@@ -12,16 +12,13 @@ from torch import Tensor
 
 from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.training import (
-    Steps,
     assert_same,
     assert_same_state,
     losses,
     make,
-    model_of,
-    snapshot,
+    piece,
     steps,
     train,
-    watched,
 )
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.toys import Constant, ConstantHeads, Poisoned, Steep, Toy, Wide
@@ -121,33 +118,23 @@ def test_powersgd_sends_factors_after_the_first_steps(gang):
         assert counts[WARM_UP:] == [factors + marks + in_full] * 3
 
 
-def train_on(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[dict[str, Tensor], TrainState | None]:
-    """From ``state`` to step ``stop``; the model, and on rank 0 what a checkpoint would keep."""
-    strategy = make(case, rank)
-    done = 0
-    if state is not None:
-        done = strategy.restore(state if rank == 0 else None, source=0)["step"]
-    for _ in steps(strategy, first=done + 1, last=stop):
-        pass
-    kept = strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
-    return snapshot(model_of(strategy)), kept
-
-
 @pytest.mark.parametrize("stops", [(14, 30), (14, 14, 30)], ids=["once", "twice"])
 def test_what_powersgd_still_owes_survives_a_resume_with_other_workers(gang, stops):
     case = Case(
         job=Constant(), train=having(steps=30, global_batch_size=12), options=hooked("powersgd", powersgd_rank=1)
     )
-    ((exact, _),) = gang.run(train_on, case, None, 30, world_size=1)
+    ((exact, _),) = gang.run(piece, case, None, 30, world_size=1)
     state: TrainState | None = None
     for world_size, stop in zip((2, 3, 2), stops, strict=False):
-        results = gang.run(train_on, case, state, stop, world_size=world_size)
+        results = gang.run(piece, case, state, stop, world_size=world_size)
         state = results[0][1]
         assert state is not None
         owed = state.optimizer["powersgd.error/weight"]
         assert owed.abs().max() > 0.1
     # All that was not applied is still owed: no gradient was lost on the way.
-    torch.testing.assert_close(results[0][0]["weight"], exact["weight"] + case.job.lr * owed, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        results[0][0].model["weight"], exact.model["weight"] + case.job.lr * owed, rtol=1e-3, atol=1e-3
+    )
 
 
 def on_odd_calls(rank: int, call: int) -> bool:
@@ -166,22 +153,24 @@ def test_what_powersgd_owes_to_a_parameter_waits_for_its_next_use(gang, uses):
         options=hooked("powersgd", powersgd_rank=1, find_unused_parameters=True),
     )
     plain = replace(case, options=replace(case.options, comm_hook="none"))
-    (exact, _), _ = gang.run(train_on, plain, None, 30, world_size=2)
-    compressed = gang.run(train_on, case, None, 30, world_size=2)
-    assert_same(compressed[0][0], compressed[1][0])
+    (exact, _), _ = gang.run(piece, plain, None, 30, world_size=2)
+    compressed = gang.run(piece, case, None, 30, world_size=2)
+    assert_same(compressed[0][0].model, compressed[1][0].model)
     state = compressed[0][1]
     assert state is not None
     for name in ("head.weight", "spare.weight"):
         owed = state.optimizer[f"powersgd.error/{name}"]
         assert owed.abs().max() > 0.1
-        torch.testing.assert_close(compressed[0][0][name], exact[name] + case.job.lr * owed, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            compressed[0][0].model[name], exact.model[name] + case.job.lr * owed, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_a_strategy_without_powersgd_goes_on_from_its_checkpoint(gang):
     case = Case(job=Wide(), train=having(steps=16), options=hooked("powersgd"))
-    _, state = gang.run(train_on, case, None, 14, world_size=2)[0]
+    _, state = gang.run(piece, case, None, 14, world_size=2)[0]
     assert any(name.startswith("powersgd") for name in state.optimizer)
-    ((_, after),) = gang.run(train_on, case, state, 16, world_size=1)
+    ((_, after),) = gang.run(piece, case, state, 16, world_size=1)
     assert not any("powersgd" in name for name in after.optimizer)
 
 
@@ -197,7 +186,7 @@ def resume_and_step(rank: int, case: Case, state: TrainState) -> tuple[TrainStat
 
 def test_powersgd_resumes_with_its_factors_and_without_a_new_warm_up(gang):
     case = Case(job=Wide(), train=having(steps=16), options=hooked("powersgd", powersgd_rank=2))
-    _, state = gang.run(train_on, case, None, 14, world_size=2)[0]
+    _, state = gang.run(piece, case, None, 14, world_size=2)[0]
     (kept, sent), _ = gang.run(resume_and_step, case, state, world_size=2)
     assert sorted(n for n in state.optimizer if n.startswith("powersgd")) == [
         "powersgd.error/0.weight",
@@ -209,10 +198,6 @@ def test_powersgd_resumes_with_its_factors_and_without_a_new_warm_up(gang):
     assert sent < 4 * sum(p.numel() for p in case.job.model().parameters()) / 3
 
 
-def skipping(rank: int, case: Case) -> Steps:
-    return watched(strategy := make(case, rank), steps(strategy))
-
-
 def test_powersgd_goes_on_after_a_skipped_step(gang):
     bad = SampleOrder(n=200, seed=3).indices(13 * 8, 1)
     case = Case(
@@ -220,7 +205,7 @@ def test_powersgd_goes_on_after_a_skipped_step(gang):
         train=having(global_batch_size=8, on_nonfinite="skip"),
         options=hooked("powersgd", powersgd_rank=1),
     )
-    ranks = gang.run(skipping, case, world_size=2)
+    ranks = gang.run(train, case, world_size=2)
     for rank in ranks:
         assert [i for i, skipped in enumerate(rank.skipped) if skipped] == [13]
         assert_same(rank.model, ranks[0].model)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.conformance.cases import DDP, Case, config_of, having, plan_of
+from helpers.conformance.cases import DDP, Case, checked, having
 from helpers.conformance.layouts import LAYOUTS, SGD, Layout, fsdp_pipeline, layout, pipeline
 from helpers.conformance.training import Steps, losses, train
 from helpers.jobs.block_jobs import BlockDigits
@@ -25,7 +25,6 @@ from orchestrator.compat.torch import watching_compilation
 from orchestrator.job import Job, Split
 from orchestrator.protocol.events import FirstStepDone
 from orchestrator.protocol.messages import TrainPoint
-from orchestrator.strategies import registry
 
 SECONDS = 300.0
 """For a C++ compiler, which is called a few times, on a busy machine."""
@@ -116,7 +115,7 @@ def test_compiled_blocks_have_the_losses_of_plain_ones_and_share_their_code(
 def compiled_loop(rank: int, case: Case, run_dir: str, cache_dir: str) -> Ran:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
     torch.compiler.reset()
-    return run_loop(rank, case, 1, run_dir, None, 0)
+    return run_loop(rank, case, run_dir)
 
 
 def assert_all_flops_counted(ran: Ran, job: Job) -> None:
@@ -159,7 +158,7 @@ def test_compiled_code_has_equal_losses_and_all_flops_counted_and_its_compilatio
     assert first_step.startup["compile_s"] == pytest.approx(seconds[0])
     assert first_step.startup["first_step_s"] > 0
     plain = replace(case, train=having(case.train, compile=False))
-    expected = losses_by_step(gang.run(run_loop, plain, 1, str(tmp_path / "plain"), None, 0, world_size=1))
+    expected = losses_by_step(gang.run(run_loop, plain, tmp_path / "plain", world_size=1))
     assert losses_by_step([ran]) == pytest.approx(expected, rel=10 * SGD)
     assert_all_flops_counted(ran, case.job)
 
@@ -192,10 +191,7 @@ def test_the_flops_of_compiled_blocks_that_are_computed_again_are_those_of_plain
     ],
 )
 def test_what_cannot_be_compiled_is_refused(strategy: str, reason: str) -> None:
-    errors: list[str] = []
-    case = Case(job=digits(depth=4), train=COMPILED)
     of_strategy = {**STRATEGIES, "ddp": (DDP, 2), "pipeline": (pipeline("ZBVZeroBubble", 4), 2)}
     options, world_size = of_strategy[strategy]
-    config = config_of(replace(case, options=options, alone=options), world_size)
-    registry.load(strategy).check(config, case.job, plan_of(config), errors)
+    errors, _ = checked(Case(job=digits(depth=4), train=COMPILED, options=options, alone=options), world_size)
     assert [error for error in errors if error.startswith(reason)]

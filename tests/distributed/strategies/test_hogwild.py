@@ -13,13 +13,22 @@ from torch.nn import functional as F
 
 from helpers.conformance.cases import DDP, Case, having
 from helpers.conformance.layouts import HOGWILD, LOCKED
-from helpers.conformance.training import assert_same, assert_same_state, losses, made, make, snapshot, steps, train
+from helpers.conformance.training import (
+    assert_same,
+    assert_same_state,
+    losses,
+    made,
+    make,
+    piece,
+    snapshot,
+    steps,
+    train,
+)
 from helpers.jobs.quick_jobs import AdamDigits, digits
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from orchestrator.config import schema
 from orchestrator.protocol.messages import ANY_RANK
-from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
 
 LOCKED_UPDATE = replace(LOCKED, lock="update")
@@ -107,27 +116,13 @@ def test_one_worker_is_single(gang: Gang) -> None:
 @pytest.mark.parametrize("job", [digits(), AdamDigits(hidden=24)], ids=["sgd", "adamw"])
 def test_goes_on_from_a_checkpoint_and_ddp_from_its(gang: Gang, job: Any) -> None:
     case = Case(job=job, train=having(global_batch_size=32), options=HOGWILD)
-    saved = gang.run(save_after, case, 6, world_size=2)[0]
+    _, saved = gang.run(piece, case, None, 6, world_size=2)[0]
     assert saved is not None
     for ranks in (
-        gang.run(restored, case, saved, world_size=2),
-        gang.run(restored, replace(case, options=DDP), saved, world_size=2),
+        gang.run(piece, case, saved, 6, world_size=2),
+        gang.run(piece, replace(case, options=DDP), saved, 6, world_size=2),
     ):
-        assert_same_state(ranks[0], saved)
-
-
-def save_after(rank: int, case: Case, last: int) -> TrainState | None:
-    strategy = make(case, rank)
-    list(steps(strategy, last=last))
-    with strategy.quiesced():
-        return strategy.capture(step=last, samples_consumed=last * 32, into=None)
-
-
-def restored(rank: int, case: Case, state: TrainState) -> TrainState | None:
-    strategy = make(case, rank)
-    strategy.restore(state if rank == 0 else None, source=0)
-    with strategy.quiesced():
-        return strategy.capture(step=state.step, samples_consumed=state.samples_consumed, into=None)
+        assert_same_state(ranks[0][1], saved)
 
 
 def test_the_memory_has_no_name(gang: Gang) -> None:

@@ -42,7 +42,7 @@ def test_an_evaluation_and_samples_are_those_of_one_worker(gang: Gang, tmp_path:
     def ran(of: str) -> tuple[dict[str, float], Any]:
         case = LAYOUTS[of].of(Case(job=Called(), train=having(TRAIN, eval_every=3)))
         world_size = LAYOUTS[of].world_size
-        ranks = gang.run(run_loop, case, world_size, str(tmp_path / of), None, 0, world_size=world_size)
+        ranks = gang.run(run_loop, case, tmp_path / of, world_size=world_size)
         return evaluation(ranks), float(ranks[0].outcome.texts["sample"])
 
     (expected, sample), (found, own_sample) = ran("single"), ran(name)

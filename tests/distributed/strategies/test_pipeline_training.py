@@ -1,7 +1,10 @@
-"""Training a model in stages beyond what the conformance matrix has: shared, frozen, random and sparse parameters, and
-its evaluation."""
+"""Training a model in stages beyond what the conformance matrix has: shared, frozen, random and sparse parameters, what
+flows between stages, and the evaluation; or a refusal with the reason."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +14,23 @@ from torch import nn
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, having
 from helpers.conformance.exact_evaluation import assert_evaluated_exactly
-from helpers.conformance.layouts import ADAMW, LAYOUTS, SGD, assert_as_alone, passes_constants, whole_model
+from helpers.conformance.layouts import (
+    ADAMW,
+    LAYOUTS,
+    SGD,
+    assert_as_alone,
+    passes_constants,
+    refuses_constants,
+    rows_in_turn,
+    whole_model,
+)
 from helpers.conformance.training import losses, piece, train
-from helpers.jobs.quick_jobs import digits
+from helpers.jobs.quick_jobs import TinyGPT, digits
 from helpers.jobs.toys import Tokens, Toy
-from helpers.ranks.gang import Gang
+from helpers.ranks.gang import SOON_S, Gang
 from helpers.records.runs import in_campaign
 from jobs.sparse import MatrixCompletion
+from orchestrator.job import Job
 from orchestrator.strategies.update.gradients import norm_over
 
 PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
@@ -25,7 +38,7 @@ PLAIN, HALVED, SHARED = "1F1B-4", "ZBVZeroBubble-2", "InterleavedZeroBubble-2x2"
 EACH = [PLAIN, HALVED, SHARED]
 
 
-def case(job: Toy, **changes: object) -> Case:
+def case(job: Job, **changes: object) -> Case:
     return Case(job=job, train=having(**{"steps": 10, "global_batch_size": 16, **changes}))
 
 
@@ -42,42 +55,109 @@ def test_stages_of_other_types_and_one_without_gradients_have_one_norm(gang: Gan
     assert gang.run(norm_of_mixed, world_size=3) == [(1000.0, torch.float32)] * 3
 
 
-# Parameters that several stages have, or that are not trained -------------------------------------
+# As one worker alone ------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("name", [SHARED, HALVED, *in_campaign("1F1B-2x2-replicas-close")])
+def constants(job: Job) -> Any:
+    """A job in which a stage receives a tensor without a gradient."""
+    return pytest.param(job, marks=passes_constants)
+
+
+def frozen(*layers: str) -> Toy:
+    return Toy(build=functools.partial(of.frozen, *layers))
+
+
+NORMS, ENDS = {"want_grad_norm": True}, ("second", "third", "head")
+COMPLETION = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
+ROWS = [
+    # Parameters that several stages have, that are used twice, or that are not trained.
+    *rows_in_turn(
+        {"tied thrice": Toy(build=of.tied_thrice), "tied and frozen": constants(Tokens(build=of.tied_and_frozen))},
+        [SHARED, HALVED, *in_campaign("1F1B-2x2-replicas-close")],
+        NORMS,
+        steps=8,
+    ),
+    *rows_in_turn(
+        {
+            "frozen in the middle": frozen("second"),
+            "frozen last": frozen("head"),
+            "frozen body": constants(frozen("first", "second", "third")),
+        },
+        EACH,
+        {**NORMS, "split": ENDS},
+    ),
+    *rows_in_turn(
+        {
+            "used twice": Toy(build=of.used_twice),
+            "frozen in between": Toy(build=of.frozen_in_between),
+            "table used twice": in_campaign(Toy(build=of.table_used_twice))[0],
+        },
+        [HALVED, PLAIN, *in_campaign(SHARED)],
+        NORMS,
+    ),
+    *rows_in_turn({"statistics used twice": Toy(build=of.norm_used_twice)}, ["model_parallel-2"], {"split": ("head",)}),
+    # Gradients that schedules with halved backward passes may miss, and sparse ones, which are summed and clipped.
+    *rows_in_turn({"made without the input": Toy(build=of.beside)}, EACH, {"split": ("beside", *ENDS[::2])}),
+    *rows_in_turn(
+        {
+            "sparse ends": Tokens(build=of.sparse_ends, momentum=0),
+            "sparse and tied": Tokens(build=of.sparse_and_tied, momentum=0),
+        },
+        [PLAIN, "GPipe-2x2"],
+        clip_norm=0.1,
+    ),
+    *rows_in_turn(
+        {"sparse, recorded": constants(COMPLETION)}, ["model_parallel-2", "GPipe-2x2"], global_batch_size=100
+    ),
+    # What flows between stages.
+    *rows_in_turn(
+        {
+            "pairs": constants(Toy(build=of.pairs)),
+            "nested": Toy(build=of.nested),
+            "views": Toy(build=of.views),
+            "skips": in_campaign(Toy(build=of.skips))[0],
+            "same twice": in_campaign(Toy(build=of.same_twice))[0],
+        },
+        [PLAIN, HALVED, "DualPipeV-2"],
+    ),
+    *rows_in_turn(
+        {"dict": of.NestedBatches(), "tuple": of.NestedBatches(as_dict=False), "output": of.Answers()}, [PLAIN, HALVED]
+    ),
+    *rows_in_turn({"documents apart": constants(TinyGPT(layers=3, end_token=ord(" ")))}, ["1F1B-2"], {"rtol": ADAMW}),
+]
+
+
+@pytest.mark.parametrize(("job", "name", "train", "keys"), ROWS)
+def test_stages_train_as_one_worker_alone(
+    gang: Gang, job: Job, name: str, train: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    assert_as_alone(gang, case(job, **train), name, **keys)
+
+
 @pytest.mark.parametrize(
-    "job",
+    ("build", "name", "split", "said"),
     [
-        pytest.param(Toy(build=of.tied_thrice), id="thrice"),
-        pytest.param(Tokens(build=of.tied_and_frozen), id="frozen", marks=passes_constants),
+        (of.norm_used_twice, "model_parallel-2", ("second",), "norm0.num_batches_tracked: forward "),
+        (of.text_between, "model_parallel-2", ("layer1",), "layer layer0 returns str; only tensors in "),
+        (of.tied_ends, "model_parallel-2", ("second",), "pad the samples to one length in Job.collate"),
+        pytest.param(
+            of.pairs,
+            HALVED,
+            "auto",
+            "returns a tensor without a gradient, such as a mask, which a stage cannot receive with torch 2.11",
+            marks=refuses_constants,
+        ),
     ],
+    ids=["statistics twice", "text", "lengths", "constants"],
 )
-def test_tied_weights(gang: Gang, job: Toy, name: str) -> None:
-    assert_as_alone(gang, case(job, steps=8), name, want_grad_norm=True)
-
-
-def frozen_in_the_middle() -> torch.nn.Module:
-    return of.frozen("second")
-
-
-def frozen_last() -> torch.nn.Module:
-    return of.frozen("head")
-
-
-def frozen_body() -> torch.nn.Module:
-    return of.frozen("first", "second", "third")
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize(
-    "build", [frozen_in_the_middle, frozen_last, pytest.param(frozen_body, marks=passes_constants)]
-)
-def test_frozen_stages(gang: Gang, build, name: str) -> None:
-    stages = ("second", "third", "head")
-    assert_as_alone(gang, case(Toy(build=build)), name, split=stages, want_grad_norm=True)
+def test_what_cannot_be_is_refused_by_every_worker(
+    gang: Gang, build: Callable[[], nn.Module], name: str, split: Any, said: str
+) -> None:
+    layout, kind = LAYOUTS[name], of.Lengths if build is of.tied_ends else Toy
+    cut = layout.of(case(kind(build=build)), split=split)
+    answers = gang.ask(train, cut, world_size=layout.world_size, timeout_s=SOON_S)
+    assert any(said in str(a.error) for a in answers), answers[0].trace
+    assert all(a.error is not None for a in answers)
 
 
 @passes_constants
@@ -90,28 +170,6 @@ def test_a_frozen_stage_is_continued(gang: Gang) -> None:
     torch.testing.assert_close(continued.model, end.model, rtol=100 * ADAMW, atol=10 * ADAMW)
     assert continued.optimizer.keys() == end.optimizer.keys()
     assert continued.meta == end.meta
-
-
-# Gradients that schedules with halved backward passes may miss, and sparse ones -------------------
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_what_parameters_make_without_the_input(gang: Gang, name: str) -> None:
-    assert_as_alone(gang, case(Toy(build=of.beside)), name, split=("beside", "second", "head"))
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize("name", [PLAIN, "GPipe-2x2"])
-@pytest.mark.parametrize("build", [of.sparse_ends, of.sparse_and_tied])
-def test_sparse_gradients_are_summed_and_clipped(gang: Gang, build, name: str) -> None:
-    assert_as_alone(gang, case(Tokens(build=build, momentum=0), clip_norm=0.1), name)
-
-
-@passes_constants
-@pytest.mark.parametrize("name", ["model_parallel-2", "GPipe-2x2"])
-def test_sparse_gradients_of_a_recorded_model(gang: Gang, name: str) -> None:
-    job = MatrixCompletion(size=40, rank=3, observed=600, lr=0.1)
-    assert_as_alone(gang, case(job, global_batch_size=100), name)
 
 
 # Evaluation, statistics and randomness ------------------------------------------------------------

@@ -195,8 +195,7 @@ def test_a_comparison_is_made_once(gang: Gang, tmp_path: Path) -> None:
 
     def runs(tricks: str, **changes: Any) -> bool:
         case = case_of(of.Ranked(kind=of.Sometimes), DDP, **{"check": "auto", **changes})
-        arguments = (str(tmp_path), case, 2, str(tmp_path / "run"), None, 0)
-        answers = gang.ask(with_tricks, tricks, *arguments, world_size=2)
+        answers = gang.ask(with_tricks, tricks, str(tmp_path), case, tmp_path / "run", world_size=2)
         assert all(a.error is None or "JobError" in a.error or "onnection" in a.error for a in answers), answers
         return all(a.error is None for a in answers)
 

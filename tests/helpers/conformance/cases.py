@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -121,11 +122,13 @@ def plan_of(config: schema.Config) -> Plan:
     )
 
 
-def checked(case: Case, workers: int, **planned: Any) -> tuple[list[str], list[str]]:
-    """The errors and the notes of the checks before a start; ``planned``: what the plan has else."""
-    config, errors = config_of(case, workers), list[str]()
-    plan = replace(plan_of(config), **planned)
-    notes = registry.load(config.strategy.name).check(config, case.job, plan, errors)
+def checked(
+    case: Case, workers: int, *, config: Mapping[str, Any] = MappingProxyType({}), **planned: Any
+) -> tuple[list[str], list[str]]:
+    """The errors and the notes of the checks before a start; what the ``config`` and the plan have else."""
+    configured, errors = config_of(case, workers, **config), list[str]()
+    plan = replace(plan_of(configured), **planned)
+    notes = registry.load(configured.strategy.name).check(configured, case.job, plan, errors)
     return errors, list(notes)
 
 

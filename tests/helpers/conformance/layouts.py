@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -26,7 +27,7 @@ from orchestrator.strategies.keys import MeshConfig
 SGD, ADAMW = 1e-5, 1e-4
 
 MODEL_PARALLEL = options_of("model_parallel", num_workers=2)
-PARAMETER_SERVER = options_of("parameter_server", num_workers=2, num_shards=2, consistency="sync", max_staleness=1)
+PARAMETER_SERVER = options_of("parameter_server", num_workers=2, num_shards=2, consistency="sync")
 SHARDED_DDP = replace(DDP, shard_optimizer=True)
 FSDP = options_of("fsdp", num_workers=2)
 HSDP = options_of("hsdp", num_workers=4, shard_size=2)
@@ -185,6 +186,18 @@ def taking_turns(names: Iterable[str], turn: int = 0, fast: Collection[str] = ()
         pytest.param(n, marks=pytest.mark.fast if n in fast else () if n in kept else pytest.mark.campaign)
         for n in names
     ]
+
+
+def rows_in_turn(jobs: Mapping[str, Any], names: Sequence[Any], keys: Any = None, **train: Any) -> list[Any]:
+    """Rows ``(job, layout, train, keys)`` of each job in each layout, of which CI runs what ``in_turn`` would."""
+    kept = {(turn % len(jobs), turn % len(names)) for turn in range(max(len(jobs), len(names)))}
+    rows = []
+    for (i, (what, job)), (j, name) in itertools.product(enumerate(jobs.items()), enumerate(names)):
+        (own,), (layout,) = (getattr(value, "values", (value,)) for value in (job, name))
+        marks = [*getattr(job, "marks", ()), *getattr(name, "marks", ())]
+        marks += [] if (i, j) in kept else [pytest.mark.campaign]
+        rows.append(pytest.param(own, layout, train, keys or {}, id=f"{what}, {layout}", marks=marks))
+    return rows
 
 
 STAGED = [name for name, of in LAYOUTS.items() if isinstance(of.options, MeshConfig) and of.options.pipeline != 1]

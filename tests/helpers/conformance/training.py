@@ -234,7 +234,8 @@ def piece(rank: int, case: Case, state: TrainState | None, stop: int) -> tuple[S
         assert meta["samples_consumed"] == meta["step"] * case.train.global_batch_size
         done = meta["step"]
     seen = watched(strategy, steps(strategy, first=done + 1, last=stop))
-    return seen, strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
+    with strategy.quiesced():
+        return seen, strategy.capture(step=stop, samples_consumed=stop * case.train.global_batch_size, into=None)
 
 
 def default_store() -> dist.Store | None:

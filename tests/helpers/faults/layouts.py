@@ -68,11 +68,10 @@ LAYOUTS = {
     "fsdp_pipeline with copies": of("fsdp_pipeline", COPIES, ranks=4),
     "hogwild": of("hogwild", SLOWLY, tolerance=None),
     "parameter_server": served("strategy.consistency=sync"),
-    "parameter_server, stale": served("strategy.consistency=stale", tolerance=None),
+    "parameter_server, async": served("strategy.consistency=async", tolerance=None),
 }
 """Those of the campaign."""
 ALL_LAYOUTS = LAYOUTS | {
     "fsdp_pipeline": of("fsdp_pipeline", ranks=4),
     "locked_sgd": of("locked_sgd", SLOWLY, tolerance=None),
-    "parameter_server, async": served("strategy.consistency=async", tolerance=None),
 }

@@ -151,13 +151,10 @@ ci  | pipeline               | kill@11:1                    | copies    | 4/8   
     | parameter_server       | kill@13:0 or kill@13:1       | in place  | 11/12    | equal  | no checkpoint   |
     | parameter_server       | kill@13:0 or kill@13:1       | in place  | 11/12    | equal  | buffers         |
     | parameter_server       | kill@8:1:eval kill@13:0 kill@19:1| in place| 7/8 11/12 17/18| equal| no checkpoint|
-    | parameter_server       | kill@15:2                    | checkpoint| 0/8      | equal  | buffers         |
-ci  | parameter_server       | kill@15:2                    | copies    | 8/12     | close  | no checkpoint   |
-    | parameter_server       | kill@15:3                    | copies    | 8/12     | close  | no checkpoint   |
-    | parameter_server, stale| kill@13:0 or kill@13:1       | in place  | 1-12     | learned| no checkpoint   |
-    | parameter_server, stale| kill@15:2 or kill@15:3       | copies    | 8/12     | learned| no checkpoint   |
+ci  | parameter_server       | kill@15:2                    | checkpoint| 0/8      | equal  | buffers         |
+    | parameter_server       | kill@15:3                    | checkpoint| 0/8      | close  |                 |
     | parameter_server, async| kill@13:0 or kill@13:1       | in place  | 1-12     | learned| no checkpoint   |
-    | parameter_server, async| kill@15:2 or kill@15:3       | copies    | 8/12     | learned| no checkpoint   |
+    | parameter_server, async| kill@15:2 or kill@15:3       | checkpoint| 0/8      | learned|                 |
     | hogwild or locked_sgd  | kill@13:0 or kill@13:1       | in place  | 1-12     | learned| no checkpoint   |
 ci  | ddp                    | kill@10:1                    | in place  | 9        | close  | slow steps      | 1 2 3
     | ddp_pipeline           | kill@20:3                    | in place  | 19       | close  | slow steps      | 2 2 4

@@ -125,8 +125,8 @@ class_weighted = partial(F.cross_entropy, weight=CLASS_WEIGHTS)
 ignoring = partial(F.cross_entropy, ignore_index=0)
 
 
-def limited(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output, target).clamp(max=5.0)
+def limited(output: Tensor, target: Tensor, most: float = 5.0) -> Tensor:
+    return nn.functional.cross_entropy(output, target).clamp(max=most)
 
 
 def each_limited(output: Tensor, target: Tensor) -> Tensor:
@@ -171,6 +171,11 @@ DEPEND: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...]]] = {
     "class weights": (OfBatches(loss_of=class_weighted), (LOSS, "Job.weight"), (LOSS, "Job.weight")),
     "ignored labels": (OfBatches(loss_of=ignoring), (LOSS, "Job.weight"), (LOSS, "Job.weight")),
     "limited mean": (OfBatches(loss_of=limited), (FAR_APART, "not their mean"), (FAR_APART, "not their mean")),
+    "limit that is reached at first": (
+        OfBatches(loss_of=partial(limited, most=2.303)),
+        (FAR_APART, "not their mean"),
+        (FAR_APART, "not their mean"),
+    ),
     "contrastive": (OfBatches(loss_of=contrastive), (LOSS, "gather_batch"), (LOSS, "gather_batch")),
     "gradient norm": (OfBatches(middle=GradientNorm), (GRADIENT, "scale_grad_by_freq"), (GRADIENT,)),
     "spectral norm": (OfBatches(middle=spectral), (), ("0._u", "once for each part")),

@@ -97,12 +97,16 @@ class InWindows(InOrder):
 
 @dataclass(frozen=True, kw_only=True)
 class RowJob(Job):
-    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies."""
+    """``folder``: of the files. ``kind``: how they are read. ``mark``: a file that a task makes before it dies.
+
+    ``pause_ms``: before each loss of training, until there is a file ``until``.
+    """
 
     folder: str = ""
     kind: str = "stream"
     mark: str = ""
     pause_ms: float = 0.0
+    until: str = ""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -120,6 +124,16 @@ class RowJob(Job):
             return ray_data().read_images(self.folder).map_batches(seen)
         if split == "val":
             return made(f"{self.folder}/0.parquet")
+        if self.kind == "sieved":
+            return made(self.folder).filter(lambda row: True)
+        if self.kind == "narrowed":
+            return narrowed(self.folder)
+        if self.kind == "arrow":
+            return ray_data().from_arrow(tables(self.folder)).map_batches(joined)
+        if self.kind == "schemas":
+            return ray_data().from_arrow(tables(self.folder)).map_batches(of_two_types)
+        if self.kind == "types":
+            return ray_data().from_arrow([table[:30] for table in other_types(self.folder)])
         if self.kind == "function":
             return lambda epoch: made(self.folder)
         if self.kind == "dying":
@@ -147,7 +161,7 @@ class RowJob(Job):
         return model(inputs["x"])
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
-        if self.pause_ms and torch.is_grad_enabled():
+        if self.pause_ms and torch.is_grad_enabled() and not (self.until and Path(self.until).exists()):
             time.sleep(self.pause_ms / 1e3)
         return F.cross_entropy(output, target["y"])
 
@@ -202,6 +216,24 @@ def made(path: str) -> Any:
     return ray_data().read_parquet(path).map_batches(joined)
 
 
+def narrowed(path: str) -> Any:
+    """The rows with ``y`` above 0, chosen by the reader of parquet."""
+    from pyarrow import compute
+
+    return ray_data().read_parquet(path, filter=compute.field("y") > 0)
+
+
+def tables(folder: str) -> list[Any]:
+    from pyarrow import parquet
+
+    return [parquet.read_table(file) for file in sorted(Path(folder).glob("*.parquet"))]
+
+
+def other_types(folder: str) -> list[Any]:
+    first, second, *_ = tables(folder)
+    return [first, second.set_column(0, "x0", second["x1"].cast("float64"))]
+
+
 def endless() -> Any:
     """A source with one task, which never ends."""
     import pyarrow as pa
@@ -228,6 +260,11 @@ def dying_once(batch: dict[str, Any], mark: str) -> dict[str, Any]:
         Path(mark).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return batch
+
+
+def of_two_types(batch: dict[str, Any]) -> dict[str, Any]:
+    """The first block has numbers, and the others have words."""
+    return {"x0": batch["x0"] if batch["x0"][0] == columns()["x0"][0] else batch["x0"].astype(str)}
 
 
 def failing(batch: dict[str, Any]) -> dict[str, Any]:

@@ -185,31 +185,6 @@ class Branched(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstantHeads(Constant):
-    """``uses(rank, call)`` says whether the head named ``spare`` takes part in a forward pass."""
-
-    uses: Callable[[int, int], bool]
-
-    def model(self) -> nn.Module:
-        return _ConstantHeads(self.uses)
-
-
-class _ConstantHeads(nn.Module):
-    def __init__(self, uses: Callable[[int, int], bool]):
-        super().__init__()
-        self.head = nn.Linear(32, 32, bias=False)
-        self.spare = nn.Linear(32, 32, bias=False)
-        self.uses = uses
-        self.calls = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        out: Tensor = self.head(inputs)
-        return out + self.spare(inputs) if self.uses(rank, self.calls) else out
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cliff(Toy):
     """At the step ``at`` the gradient is NaN, and the loss is not."""
 
@@ -222,28 +197,36 @@ class Cliff(Toy):
         return loss + (0 * output).sum().sqrt() if self.calls[0] == self.at else loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwoHeads(Toy):
-    """``uses(rank, call)`` says whether the head named ``spare`` takes part in a forward pass."""
-
-    uses: Callable[[int, int], bool]
-
-    def model(self) -> nn.Module:
-        return _TwoHeads(self.uses)
-
-
-class _TwoHeads(nn.Module):
-    def __init__(self, uses: Callable[[int, int], bool]):
+class _Heads(nn.Module):
+    def __init__(self, uses: Callable[[int, int], bool], body: nn.Module, head: Callable[[], nn.Module]):
         super().__init__()
-        self.body = nn.Linear(10, 16)
-        self.head = nn.Linear(16, 4)
-        self.spare = nn.Linear(16, 4)
+        self.body, self.head, self.spare = body, head(), head()
         self.uses = uses
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        hidden = self.body(inputs).relu()
+        hidden = self.body(inputs)
         out: Tensor = self.head(hidden)
         rank = dist.get_rank() if dist.is_initialized() else 0
         return out + self.spare(hidden) if self.uses(rank, self.calls) else out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantHeads(Constant):
+    """``uses(rank, call)`` says whether the head named ``spare`` takes part in a forward pass."""
+
+    uses: Callable[[int, int], bool]
+
+    def model(self) -> nn.Module:
+        return _Heads(self.uses, nn.Identity(), lambda: nn.Linear(32, 32, bias=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoHeads(Toy):
+    """``uses``: as of :class:`ConstantHeads`."""
+
+    uses: Callable[[int, int], bool]
+
+    def model(self) -> nn.Module:
+        return _Heads(self.uses, nn.Sequential(nn.Linear(10, 16), nn.ReLU()), lambda: nn.Linear(16, 4))

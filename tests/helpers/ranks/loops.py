@@ -5,6 +5,7 @@ from math import fsum
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from helpers.conformance.cases import Case, assignment
 from helpers.conformance.training import CPU, default_store, made, make, model_of
@@ -49,16 +50,17 @@ def loop_of(
     )
 
 
-def run_loop(rank: int, case: Case, world_size: int, run_dir: str, checkpoint: str | None, every: int) -> Ran:
+def run_loop(rank: int, case: Case, run_dir: Path | str, checkpoint: Path | str | None = None, every: int = 0) -> Ran:
+    """Train on this rank of the default group, from a checkpoint or the first step, and save ``every`` so many."""
     Path(run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
     orders = assignment(
         rank=rank,
-        world_size=world_size,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
         generation=1,
         store_port=0,
-        run_dir=run_dir,
+        run_dir=str(run_dir),
         case=case,
-        checkpoint=checkpoint,
+        checkpoint=None if checkpoint is None else str(checkpoint),
         checkpoint_every=every,
     )
     strategy, outbox = make(case, rank), Outbox(Redactor())

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from orchestrator.config.schema import Config
-from orchestrator.config.synonyms import NAMES, instead
+from orchestrator.config.synonyms import GONE, NAMES, instead
 from orchestrator.strategies.registry import MODULES, config_class
 
 
@@ -22,7 +22,9 @@ def known_keys() -> set[str]:
 
 def test_every_remedy_names_keys_that_exist() -> None:
     named = {key for remedy in NAMES for key in re.findall(r"[a-z_]+\.[a-z_]+|^[a-z_]+|[a-z_]+(?==)", remedy)}
+    named |= {key for remedy in GONE.values() for key in re.findall(r"[a-z_.]+(?==)", remedy)}
     assert named - known_keys() == set()
+    assert GONE.keys() & known_keys() == set()
 
 
 def test_no_word_has_two_remedies() -> None:

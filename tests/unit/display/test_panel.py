@@ -31,7 +31,8 @@ def view_of(*events: Event, world_size: int = 2) -> RunView:
 
 def busy_view(world_size: int, slow_rank: int) -> RunView:
     points = [
-        point(n, n / 10, train__loss=2.3 / n, perf__samples_per_s=8000.0 + n, val__accuracy=0.9) for n in range(1, 301)
+        point(n, n / 10, train__loss=2.3 / n, perf__samples_per_s=8000.0 + n, val__accuracy=0.9, train__epoch=n / 200)
+        for n in range(1, 301)
     ]
     ranks = [
         progress(r, 300, 11.4 if r == slow_rank else 6.1, node=f"a-node-with-a-long-name-{r}")
@@ -65,7 +66,7 @@ def test_the_panel_shows_figures_and_every_rank() -> None:
         "digits-ddp (ddp, digits, 4 workers)",
         "60%",
         "30s",
-        "eta 20s",
+        "eta 20s  epoch 2 50%",
         "0.007667",
         "8,300",
         "accuracy 0.9000",

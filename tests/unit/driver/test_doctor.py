@@ -19,7 +19,8 @@ from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
 from orchestrator import cli
 from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
-from orchestrator.driver.doctor_checks import check_job
+from orchestrator.driver.doctor_checks import check_cpus_of_data, check_job
+from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import (
     GIB,
     AllReduce,
@@ -225,3 +226,13 @@ def test_tracking_without_a_server(tmp_path: Path) -> None:
 )
 def test_a_launch_warns_of_an_open_ray_that_others_reach(address: str, required: bool, warns: bool) -> None:
     assert (exposure_warning(address, required=required) is not None) == warns
+
+
+def test_the_cpus_of_a_cluster_that_workers_leave_for_data_are_told(golden: Golden) -> None:
+    nodes = tuple(Node(node_id=name, name=name, cpus=2, gpus=0) for name in ("a", "b"))
+    found = [
+        finding_text(finding)
+        for workers in (2, 4, 5)
+        for finding in check_cpus_of_data(config_of("strategy=ddp", f"strategy.num_workers={workers}"), nodes)
+    ]
+    golden.says("\n".join(found))

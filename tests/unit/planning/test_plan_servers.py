@@ -50,13 +50,17 @@ def test_more_servers_than_numbers_and_an_optimizer_that_cannot_be_cut(golden: G
     assert notes_of(Tiny(), "strategy=ddp") == ((), [])
 
 
+def test_copies_of_servers_are_refused_with_what_to_set_instead(golden: Golden) -> None:
+    assert notes_of(SparseLogistic(), "strategy=parameter_server")[1] == []
+    golden.says(notes_of(SparseLogistic(), "strategy=parameter_server", "recovery.peer_copy_every=5")[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "warned"),
     [
         (["strategy=parameter_server"], False),
         (["strategy=parameter_server", "strategy.consistency=async"], True),
-        (["strategy=parameter_server", "strategy.consistency=stale"], True),
         (["strategy=hogwild"], True),
         (["strategy=ddp"], False),
     ],

@@ -1,6 +1,8 @@
 """The errors of predictions of published runs: they hold for unseen files, and must not grow."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,9 @@ from orchestrator.prediction.calibration import (
 )
 from orchestrator.prediction.devices import read_tables
 from orchestrator.prediction.published import COLUMNS, PUBLISHED, Row, Run, Setup, as_run, published_runs, read_rows
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from spreads import measured
 
 TABLES = read_tables()
 ROWS = read_rows(PUBLISHED)
@@ -64,6 +69,8 @@ def test_every_published_run_is_predicted_and_has_a_source() -> None:
 )
 def test_errors_by_what_is_known(case: Case, sparse: bool, median: float, ninth: float) -> None:
     found = spread(case, sparse=sparse)
+    for figure, now in zip(astuple(found), astuple(measured(case, sparse=sparse)), strict=True):
+        assert figure == pytest.approx(now, rel=1e-5), "python benchmarks/spreads.py writes the table anew"
     assert 0.8 * median < found.median <= median
     assert 0.8 * ninth < found.ninth <= ninth
     assert found.low < 1 < found.high

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.conformance.cases import DDP, RECOVERY, TRAIN, Case, config_of, plan_of
+from helpers.conformance import cases
+from helpers.conformance.cases import DDP, RECOVERY, TRAIN, Case
 from helpers.conformance.layouts import FSDP, LAYOUTS, mesh
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig, TrainConfig
 from orchestrator.job import Job
 from orchestrator.planning.memory import GIB, MIB, MemoryLimit, NodeShare
 from orchestrator.planning.mesh import Mesh
-from orchestrator.strategies import registry
 
 
 class Wide(Toy):
@@ -46,12 +46,9 @@ def checked(
     **planned: Any,
 ) -> tuple[list[str], str]:
     """The errors and the notes about memory in ``plan=true``; ``planned``: what the plan has else."""
-    job, recovery = job or Wide(), replace(RECOVERY, peer_copy_every=peer_copy_every)
-    config = config_of(Case(job=job, options=options, train=train), workers, plan=True, recovery=recovery)
-    plan = plan_of(config)
-    errors: list[str] = []
-    job_plan = replace(plan, **planned) if limit is None else replace(plan, memory=limit)
-    notes = registry.load(config.strategy.name).check(config, job, job_plan, errors)
+    case = Case(job=job or Wide(), options=options, train=train)
+    config = {"plan": True, "recovery": replace(RECOVERY, peer_copy_every=peer_copy_every)}
+    errors, notes = cases.checked(case, workers, config=config, **(planned if limit is None else {"memory": limit}))
     return errors, "; ".join(note for note in notes if "memory of a " in note or "estimated" in note)
 
 

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from helpers.conformance.cases import DDP, SINGLE, Case, checked, config_of, having, plan_of
+from helpers.conformance.cases import DDP, SINGLE, Case, checked, having
 from helpers.conformance.layouts import DP, EVERY, FSDP, HOGWILD, MODEL_PARALLEL, PARAMETER_SERVER, pipeline
 from helpers.files.golden import Golden
 from helpers.jobs.batch_toys import Ragged
 from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
-from orchestrator.strategies import registry
 
 
 def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2, **train: Any) -> list[str]:
@@ -66,10 +65,7 @@ def test_the_checks_of_a_start_build_one_model(layout: str, plan: bool) -> None:
 
 def calls_of(layout: str, *, plan: bool) -> list[str]:
     job, of = Counted(), EVERY[layout]
-    config = replace(config_of(of.of(Case(job=job)), of.world_size), plan=plan)
-    errors: list[str] = []
-    registry.load(config.strategy.name).check(config, job, plan_of(config), errors)
-    assert errors == []
+    assert checked(of.of(Case(job=job)), of.world_size, config={"plan": plan})[0] == []
     return job.calls
 
 

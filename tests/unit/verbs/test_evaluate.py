@@ -66,6 +66,22 @@ def test_the_recorded_configuration_comes_back_without_what_is_for_training(run_
     assert [word for word in words if word.startswith(("strategy", "job"))] == ["strategy=single", "job=digits"]
 
 
+def test_a_record_with_keys_that_have_gone_since_can_be_evaluated(tmp_path: Path) -> None:
+    file = run_of(tmp_path, Digits(hidden=4, depth=2), "strategy=parameter_server").config_file
+    recorded = file.read_text()
+    for now, before in (
+        ("consistency: sync", "consistency: stale\n  max_staleness: 4\n  compression: bf16"),
+        ("peer_copy_every: 0", "peer_copy_every: 9"),
+    ):
+        assert now in recorded
+        recorded = recorded.replace(now, before)
+    file.write_text(recorded)
+    errors: list[str] = []
+    config, _ = compose(overrides_to_evaluate(file, []), errors, registry.config_class)
+    assert config is not None, errors
+    assert (config.strategy.name, config.recovery.peer_copy_every) == ("parameter_server", 0)
+
+
 def test_the_verb_plans_an_evaluation_under_another_strategy(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

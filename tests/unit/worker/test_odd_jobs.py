@@ -114,7 +114,7 @@ def trained(job: Job, folder: Path) -> None:
     with exits_refused():
         _ = job.tokens_per_sample
         datasets_of(job, train.eval_splits)  # the loop reads them before it makes the strategy
-        run_loop(0, Case(job=job, train=train), 1, str(folder), None, 0)
+        run_loop(0, Case(job=job, train=train), folder)
 
 
 def test_what_a_method_must_not_return_or_do(tmp_path: Path, golden: Golden) -> None:

@@ -1,14 +1,11 @@
 """A server of ``parameter_server``: owns shards of the parameters and of the optimizer's state.
 
 With ``strategy.consistency=sync`` a server waits for the pushes of all workers, sums them in the order of the ranks,
-updates, and answers every worker with its parameters. Otherwise it applies pushes one at a time as they arrive. With
-``async`` it answers each worker at once; with ``stale``, as soon as the worker is at most ``strategy.max_staleness``
-steps ahead of the slowest (stale synchronous parallel: Ho et al., NIPS 2013). In every case a step ends when every
-worker's gradient of that step has been applied.
+updates, and answers every worker with its parameters. With ``async`` it applies pushes one at a time as they arrive,
+and answers each worker at once. In both cases a step ends when every worker's gradient of that step has been applied.
 
 Synchronous servers update only after all of them have all pushes, so they stand at the same step when a worker dies. If
-a server dies, the run recovers from a step that all peer copies have (``recovery.peer_copy_every``) or from the
-checkpoint.
+a server dies, the run continues from the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from orchestrator.job import Job
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
-from orchestrator.state.transport import CPU, broadcast_state, gather_states, receive_state, send_state
+from orchestrator.state.transport import CPU, broadcast_state, gather_states
 from orchestrator.strategies.asynchronous.parameter_server import wire
 from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
 from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
@@ -37,7 +34,6 @@ from orchestrator.strategies.base import StepResult, Strategy, Traits
 from orchestrator.strategies.data.datasets import steps_per_epoch
 from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
-from orchestrator.strategies.peer_copies import PeerCopies
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.gradients import norm_over
 
@@ -69,30 +65,27 @@ class Server(Strategy):
         super().__init__(context, job)
         options, server = ParameterServerConfig.of(context.options), context.mesh.server(context.global_rank)
         assert server is not None
-        self._options, self._index = options, server
+        self._index = server
         self._workers = range(context.mesh.num_workers)
         self._sync = options.consistency == "sync"
         self._step: int | None = None  # the last completed step of the run; None before there is a state
+        self._max_lead = 0  # of a worker over the slowest, in steps
         self._connections: _Connected | None = None
-        self._copies = PeerCopies() if context.peer_copy_every and context.mesh.num_servers > 1 else None
 
     def setup(self, train_set: Dataset[Any]) -> None:
         self._steps_per_epoch = steps_per_epoch(self.job, train_set, self.context.train)
         self._build(None)
 
     def attach(self) -> None:
-        mesh = self.context.mesh
         self._shards.drop_gradients()  # they may be the memory of pushes of another generation
         groups = Groups.form(self.context)
-        pushes = {w: wire.Push(self._shards.shards, compression=self._options.compression) for w in self._workers}
+        pushes = {w: wire.Push(self._shards.shards) for w in self._workers}
         self._connections = _Connected(
             groups=groups,
             sends=wire.PendingSends(),
             pushes=pushes,
             receiver=None if self._sync else wire.PushReceiver(pushes, groups.pushes),
         )
-        if self._copies is not None:
-            self._copies.attach(groups.copies, mesh.servers, rank=self.context.global_rank)
         self._updates = 0
         self._answered_at = dict.fromkeys(self._workers, 0)  # updates contained in the parameters of each worker
         self._staleness: list[int] = []
@@ -109,17 +102,12 @@ class Server(Strategy):
         if self._sync:
             norm, skipped = self._serve_all(want_grad_norm)
         else:
-            while self._clocks.slowest <= self._step:
+            while min(self._applied.values()) <= self._step:
                 self._serve_one()
             self._end_step()
         self._wait_for(self._connected.sends)
         nothing = torch.zeros(())
         return StepResult(loss_sum=nothing, weight=nothing, grad_norm=norm, skipped=skipped)
-
-    def after_step(self, *, step: int, samples_consumed: int) -> None:
-        copies, every = self._copies, self.context.peer_copy_every
-        if copies is not None and step % every == 0:
-            copies.submit(lambda into: self._shards.snapshot(step=step, samples_consumed=samples_consumed, into=into))
 
     def evaluate(self, batch: Any, valid: int) -> EvalSums:
         return EvalSums(loss_sum=torch.zeros(()), weight=torch.zeros(()), metrics={})
@@ -143,38 +131,23 @@ class Server(Strategy):
         return state.meta
 
     def recoverable_steps(self, step: int) -> RecoverableSteps:
-        """Offer this server's state, to itself and to every worker, and the peer copy of the preceding server."""
+        """Offer this server's state, to itself and to every worker."""
         if self._step is None:
             return {}
         own = (self._step,) if self._sync else tuple(range(max(0, self._step - STEPS_APART), self._step + 1))
-        found: dict[int, tuple[int, ...]] = {}
-        if self._copies is not None:
-            own = (*own, *self._copies.own_steps)
-            found[self.context.mesh.servers[self._index - 1]] = self._copies.neighbours_steps
-        return {**found, self.context.global_rank: own, **dict.fromkeys(self._workers, own)}
+        return {self.context.global_rank: own, **dict.fromkeys(self._workers, own)}
 
     def recover_state(
         self, sources: Sequence[int], *, source_step: int, step: int, samples_consumed: int
     ) -> dict[str, Any]:
-        """Recover this server's state, then send the workers the parameters, optimizer settings and schedule."""
-        mesh, rank, copies = self.context.mesh, self.context.global_rank, self._copies
-        for receiver in mesh.servers:
-            sender = sources[receiver]
-            if rank == sender != receiver:
-                assert copies is not None
-                send_state(copies.neighbours(source_step), to=receiver, device=CPU)
-            elif rank == receiver != sender:
-                self._load(receive_state(sender, device=CPU), consume=True)
-        if copies is not None:
-            if sources[rank] == rank and self._step != source_step and source_step in copies.own_steps:
-                self._load(copies.own(source_step))
-            copies.forget_after(source_step)
+        """Send the workers this server's parameters, and the optimizer's settings and the schedule of one server."""
+        mesh, rank = self.context.mesh, self.context.global_rank
         assert self._step is not None
         samples_consumed += (self._step - step) * self.context.train.global_batch_size
-        own = self._shards.snapshot(step=self._step, samples_consumed=samples_consumed, live=True)
+        own = self._shards.live_state(step=self._step, samples_consumed=samples_consumed)
         meta = share_meta(own.meta if self._step == source_step else None, mesh=mesh, rank=rank)
         if self._step != source_step:
-            self._load(with_settings(own, meta))
+            self._shards.load(with_settings(own, meta))
         self._continue_from(source_step)
         self._shards.forget_seen()
         for worker in self._workers:
@@ -184,8 +157,6 @@ class Server(Strategy):
 
     def close(self) -> None:
         """Release everything that refers to a process group."""
-        if self._copies is not None:
-            self._copies.detach()
         if self._connections is not None and self._connections.receiver is not None:
             self._connections.receiver.end()
         self._connections = None
@@ -219,8 +190,8 @@ class Server(Strategy):
         metrics = {"parameter_server/updates_per_s": Metric(rate, "max")}
         if not self._sync:
             metrics |= staleness_metrics(self._staleness)
-            metrics["async/steps_ahead_max"] = Metric(self._clocks.max_lead, "max")
-        self._staleness, self._clocks.max_lead = [], 0
+            metrics["async/steps_ahead_max"] = Metric(self._max_lead, "max")
+        self._staleness, self._max_lead = [], 0
         self._window_start, self._window_updates = now, self._updates
         return metrics
 
@@ -243,19 +214,15 @@ class Server(Strategy):
         )
 
     def _continue_from(self, step: int) -> None:
-        bound = self._options.max_staleness if self._options.consistency == "stale" else None
         self._step = step
-        self._clocks = WorkerClocks(self._workers, step=step, bound=bound)
+        self._applied = dict.fromkeys(self._workers, step)  # the last step of each worker that has been applied
+        self._max_lead = 0
 
     def _end_step(self, *, skipped: bool = False) -> None:
         assert self._step is not None
         self._step += 1
         if self._shards.scheduler is not None and not skipped:
             self._shards.scheduler.step()
-
-    def _load(self, state: TrainState, *, consume: bool = False) -> None:
-        self._shards.load(state, consume=consume)
-        self._step = state.step
 
     def _serve_all(self, want_grad_norm: bool) -> tuple[Tensor | None, bool]:
         """Run a synchronous step.
@@ -292,7 +259,7 @@ class Server(Strategy):
         return norm, skipped
 
     def _serve_one(self) -> None:
-        """Apply the next push, and answer the workers that may continue."""
+        """Apply the next push, and answer its worker."""
         receiver = self._connected.receiver
         assert receiver is not None
         began = time.perf_counter()
@@ -303,8 +270,9 @@ class Server(Strategy):
         self._shards.set_gradients([push])
         self._update()
         receiver.free(worker)
-        for released in self._clocks.advance(worker):
-            self._answer(released)
+        self._applied[worker] += 1
+        self._max_lead = max(self._max_lead, self._applied[worker] - min(self._applied.values()))
+        self._answer(worker)
 
     def _wait_for(self, arriving: dist.Work | wire.PendingSends | None) -> None:
         assert arriving is not None
@@ -327,47 +295,3 @@ class Server(Strategy):
             if any(len(n) for n, _ in rows):
                 sends.send(wire.pack_rows(rows), worker, wire.ANSWERED_ROWS, group)
         self._answered_at[worker] = self._updates
-
-
-class WorkerClocks:
-    """Counts each worker's applied steps and decides which workers may continue.
-
-    Attributes:
-        max_lead: the largest lead over the slowest worker at which a worker was let go, since the caller last set it
-            to 0.
-    """
-
-    def __init__(self, workers: Sequence[int], *, step: int, bound: int | None):
-        """Start all clocks.
-
-        Args:
-            workers: the ranks of the workers.
-            step: the last step whose gradients have been applied.
-            bound: how many steps a worker may be ahead of the slowest; None for no bound.
-        """
-        self._steps = dict.fromkeys(workers, step)
-        self._bound = bound
-        self._waiting: set[int] = set()
-        self.max_lead = 0
-
-    @property
-    def slowest(self) -> int:
-        """The last step of the slowest worker."""
-        return min(self._steps.values())
-
-    def advance(self, worker: int) -> list[int]:
-        """Count a gradient of ``worker``.
-
-        Returns:
-            The workers that may continue now, in the order of their ranks.
-        """
-        self._steps[worker] += 1
-        self._waiting.add(worker)
-        slowest, released = self.slowest, []
-        for waiting in sorted(self._waiting):
-            lead = self._steps[waiting] - slowest
-            if self._bound is None or lead <= self._bound:
-                self.max_lead = max(self.max_lead, lead)
-                released.append(waiting)
-        self._waiting.difference_update(released)
-        return released

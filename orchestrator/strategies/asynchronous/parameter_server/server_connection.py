@@ -27,7 +27,6 @@ class ServerConnection:
         shards: Sequence[PlacedShard],
         parameters: Mapping[str, Tensor],
         memory: Tensor,
-        compression: str,
         pushes: dist.ProcessGroup | None,
     ):
         """Allocate the buffers.
@@ -37,7 +36,6 @@ class ServerConnection:
             shards: the shards of parameters that the server has.
             parameters: the worker's parameters by name.
             memory: the contiguous memory of all dense parameters, as bytes.
-            compression: ``strategy.compression``, the precision in which gradients are sent.
             pushes: the group for pushes; None for the default one.
         """
         self.rank = rank
@@ -45,7 +43,7 @@ class ServerConnection:
         self.sends = wire.PendingSends()
         self.received_bytes = 0
         self._names = [shard.name for shard in shards]
-        self._push = wire.Push(shards, compression=compression)
+        self._push = wire.Push(shards)
         self._dense = memory[dense_bytes(shards)]
         self._dense_elements = sum(shard.stop - shard.start for shard in shards if shard.row is None)
         self._tables = {

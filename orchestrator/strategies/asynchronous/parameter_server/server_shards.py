@@ -102,7 +102,7 @@ class ServerShards:
         for shard in self.shards:
             tensor = self._tensors[shard.name]
             if shard.row is None:
-                tensor.grad = _sum([g for p in pushes if (g := p.dense(shard.name)) is not None], shard.dtype)
+                tensor.grad = _sum([g for p in pushes if (g := p.dense(shard.name)) is not None])
             else:
                 tensor.grad = self._sum_of_rows(shard, pushes)
 
@@ -138,23 +138,15 @@ class ServerShards:
         for tensor in self._tensors.values():
             tensor.grad = None
 
-    def snapshot(
-        self, *, step: int, samples_consumed: int, into: TrainState | None = None, live: bool = False
-    ) -> TrainState:
-        """Return the state of the tensors: the ``live`` tensors, or a copy that reuses the memory of ``into``."""
+    def live_state(self, *, step: int, samples_consumed: int) -> TrainState:
+        """Return the state of the tensors, with the tensors themselves."""
         return train_state.capture(
-            self._module,
-            self.optimizer,
-            self.scheduler,
-            step=step,
-            samples_consumed=samples_consumed,
-            into=into,
-            live=live,
+            self._module, self.optimizer, self.scheduler, step=step, samples_consumed=samples_consumed, live=True
         )
 
-    def load(self, state: TrainState, *, consume: bool = False) -> None:
-        """Load a state of :meth:`snapshot`; ``consume``: remove each tensor from it as it is loaded."""
-        train_state.restore(state, self._module, self.optimizer, self.scheduler, consume=consume)
+    def load(self, state: TrainState) -> None:
+        """Load a state of :meth:`live_state`."""
+        train_state.restore(state, self._module, self.optimizer, self.scheduler)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors under ``"<parameter name>/<state key>"``."""
@@ -170,7 +162,7 @@ class ServerShards:
         if not rows:
             return None
         numbers = torch.cat([n.long() for n, _ in rows])
-        values = torch.cat([v for _, v in rows]).to(shard.dtype)
+        values = torch.cat([v for _, v in rows])
         shape = self._tensors[shard.name].shape
         total = torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False).coalesce()
         if shard.name in self._changing_tables:
@@ -195,11 +187,11 @@ def _keep_shards(optimizer: Optimizer, tensors: Mapping[Tensor, tuple[PlacedShar
         group["params"] = [tensors[p][1] for p in group["params"] if p in tensors]
 
 
-def _sum(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return the sum in ``dtype``. It reuses the memory of the first gradient if that has this dtype."""
+def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum, in the memory of the first gradient."""
     if not gradients:
         return None
-    total = gradients[0].to(dtype)
+    total = gradients[0]
     for gradient in gradients[1:]:
         total.add_(gradient)
     return total

@@ -28,14 +28,12 @@ class Groups:
         long_timeout: all ranks, for messages between ranks that may be many steps apart.
         pushes: all ranks, for pushes received in the background. These use connections of their own, so that a server
             that leaves closes the others at once.
-        copies: all servers, for their peer copies.
     """
 
     workers: dist.ProcessGroup
     servers: dist.ProcessGroup
     long_timeout: dist.ProcessGroup
     pushes: dist.ProcessGroup
-    copies: dist.ProcessGroup
 
     @staticmethod
     def form(context: Context) -> Groups:
@@ -46,7 +44,6 @@ class Groups:
             servers=new_group(context, mesh.servers),
             long_timeout=new_group(context, timeout=LONG_TIMEOUT),
             pushes=new_group(context, timeout=LONG_TIMEOUT),
-            copies=new_group(context, mesh.servers),
         )
 
 

@@ -60,6 +60,11 @@ class ParameterServer(Rules[ParameterServerConfig]):
     @classmethod
     def check_job(cls, config: Config, outline: Outline, plan: Plan, errors: list[str]) -> tuple[str, ...]:
         options, model = ParameterServerConfig.of(config.strategy), outline.model
+        if every := config.recovery.peer_copy_every:
+            errors.append(
+                f"recovery.peer_copy_every={every}: servers have no copies; leave it out, and set checkpoint.every to "
+                "the steps that may be lost with a server"
+            )
         if model is not None:  # otherwise the workers find out
             errors += _sharding_errors(options.name, outline.job, model, options.num_shards)
             served = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.model.parameter_division import ALIGNMENT_BYTES, wire_dtype
+from orchestrator.model.parameter_division import ALIGNMENT_BYTES
 from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard
 
 PUSH, PUSHED_ROWS, READY, NORM, ANSWER, ANSWERED_COUNTS, ANSWERED_ROWS = range(1, 8)
@@ -33,19 +33,17 @@ Rows = tuple[Tensor, Tensor]
 class Push:
     """The buffer of a push, with the same layout on the worker and on the server."""
 
-    def __init__(self, shards: Sequence[PlacedShard], *, compression: str):
-        """``compression``: ``strategy.compression``, the precision in which gradients are sent."""
+    def __init__(self, shards: Sequence[PlacedShard]):
         self._shards = {shard.name: shard for shard in shards}
-        self._dtypes = {shard.name: wire_dtype(shard.dtype, compression) for shard in shards}
         self._counts = dict.fromkeys(self._shards, ABSENT)
         self._rows: dict[str, Rows] = {}
         dense = [shard for shard in shards if shard.row is None]
-        sizes = [8 * len(shards), *((p.stop - p.start) * self._dtypes[p.name].itemsize for p in dense)]
+        sizes = [8 * len(shards), *((p.stop - p.start) * p.dtype.itemsize for p in dense)]
         starts = _aligned(sizes)
         self._memory = torch.zeros(starts[-1], dtype=torch.uint8)
         self._header = self._memory[: sizes[0]].view(torch.int64)
         self._dense = {
-            shard.name: self._memory[start : start + size].view(self._dtypes[shard.name])
+            shard.name: self._memory[start : start + size].view(shard.dtype)
             for shard, start, size in zip(dense, starts[1:-1], sizes[1:], strict=True)
         }
 
@@ -68,7 +66,7 @@ class Push:
             numbers, torch.tensor([shard.start, shard.stop], device=numbers.device)
         ).tolist()
         local = (numbers[first:last] - shard.start).to("cpu", number_dtype(shard.stop - shard.start))
-        self._rows[name] = local, sparse.values()[first:last].to("cpu", self._dtypes[name])
+        self._rows[name] = local, sparse.values()[first:last].to("cpu", shard.dtype)
         self._counts[name] = len(local)
 
     def send(self, to: int, sends: PendingSends, group: dist.ProcessGroup | None = None) -> None:
@@ -90,7 +88,7 @@ class Push:
         self._counts = dict(zip(self._shards, self._header.tolist(), strict=True))
         self._rows = {}
         specs = {
-            name: RowsSpec(max(0, self._counts[name]), shard.stop - shard.start, self._dtypes[name], shard.row)
+            name: RowsSpec(max(0, self._counts[name]), shard.stop - shard.start, shard.dtype, shard.row)
             for name, shard in self._shards.items()
             if shard.row is not None
         }
@@ -98,7 +96,7 @@ class Push:
         self._rows = {name: pair for name, pair in zip(specs, rows, strict=True) if self._counts[name] != ABSENT}
 
     def dense(self, name: str) -> Tensor | None:
-        """Return the gradient of a dense shard, of shape (n,) in the dtype in which it was sent; None if absent."""
+        """Return the gradient of a dense shard, of shape (n,); None if absent."""
         return None if self._counts[name] == ABSENT else self._dense[name]
 
     def rows(self, name: str) -> Rows | None:

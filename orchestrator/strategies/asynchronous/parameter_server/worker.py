@@ -4,13 +4,12 @@ Li et al., OSDI 2014, "Scaling Distributed Machine Learning with the Parameter S
 its own share of the data. In a step it pushes to every server the gradients of the server's shards, as soon as they are
 complete, and receives its updated parameters while it loads the next batch. With ``consistency=sync`` a server waits
 for the pushes of all workers, and the losses equal the losses of ``single``. With ``async`` every push is an update of
-its own, however stale its gradient is. With ``stale`` (stale synchronous parallel: Ho et al., NIPS 2013) a worker that
-is more than ``max_staleness`` steps ahead of the slowest waits for its answer.
+its own, however stale its gradient is.
 
 A lost worker loses no parameters: the replacement receives them from the servers, and the run continues from their
-step. With ``async`` and ``stale``, workers that were ahead repeat their steps, so some gradients are applied twice.
-Buffers are copied from the first surviving worker; if there is none, they are the job's initial ones. The state of a
-lost server is in its neighbour's memory with ``recovery.peer_copy_every``; buffers then stay at their later values.
+step. With ``async``, workers that were ahead repeat their steps, so some gradients are applied twice. Buffers are
+copied from the first surviving worker; if there is none, they are the job's initial ones. After the loss of a server
+the run continues from the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,6 +51,10 @@ from orchestrator.strategies.trainer import Trainer
 from orchestrator.strategies.whole_model import WholeModel
 from orchestrator.user_code.errors import JobError
 
+NONFINITE_ADVICE = (
+    "stale gradients may have made training diverge; set strategy.consistency=sync, or lower the learning rate"
+)
+
 
 class ParameterWorker(Trainer, Reduction):
     """One worker: computes gradients with a replica of the model, and is the reduction that gives them to the servers.
@@ -66,9 +69,8 @@ class ParameterWorker(Trainer, Reduction):
         super().__init__(context, job)
         self.reduction = self
         options, train = ParameterServerConfig.of(context.options), context.train
-        self._options = options
         self._sync = options.consistency == "sync"
-        self.traits = replace(self.traits, nonfinite_advice=self._nonfinite_advice())
+        self.traits = replace(self.traits, nonfinite_advice=None if self._sync else NONFINITE_ADVICE)
         clips = train.clip_norm is not None or train.clip_value is not None
         self._changes_gradient = not self._sync and (clips or train.on_nonfinite == "skip")
         self._group_set: Groups | None = None
@@ -97,7 +99,7 @@ class ParameterWorker(Trainer, Reduction):
         groups = self._group_set = Groups.form(self.context)
         pushes = None if self._sync else groups.pushes
         self._connections = [
-            ServerConnection(rank, shards, self._parameters, self._memory, self._options.compression, pushes)
+            ServerConnection(rank, shards, self._parameters, self._memory, pushes)
             for rank, shards in zip(self.context.mesh.servers, self._shards, strict=True)
         ]
         self._connections_of = {
@@ -116,20 +118,6 @@ class ParameterWorker(Trainer, Reduction):
 
     def sync_initial_state(self) -> None:
         self._step = 0
-
-    def _nonfinite_advice(self) -> str | None:
-        bound = self._options.max_staleness
-        if self._sync:
-            return None
-        if self._options.consistency == "stale" and bound:
-            return (
-                f"gradients up to {bound} steps stale may have made training diverge; "
-                f"lower strategy.max_staleness={bound} or the learning rate"
-            )
-        return (
-            "stale gradients may have made training diverge; bound their staleness with strategy.consistency=stale or "
-            "sync, or lower the learning rate"
-        )
 
     def pull(self) -> None:
         """Wait for the parameters that the servers are sending, if any."""

@@ -4,8 +4,8 @@ A thread tells what the script has enqueued, when it is asked.
 
 No environment variable makes torch write the flight record of gloo, or of the NCCL backend of torch 2.15, at a signal
 from outside. Python imports a module of this name at its start. It takes its directory off the path again, and lets
-Python import the user's or the system's module of the same name, so that the script and the processes that it starts
-find what they find without it. The thread sleeps in ``accept``, and is unknown to ``threading``. It answers while the
+Python import the user's or the system's module of the same name, so that the script and its child processes see no
+difference. The thread sleeps in ``accept``, and is unknown to ``threading``. It answers while the
 main thread waits in torch, which releases the interpreter lock there.
 
 Measured: 10 ms at the start of a script without torch, which imports the same modules; 17 ms of CPU time for an answer

@@ -21,7 +21,7 @@ def check() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         case = Case(job=Toy(), train=replace(having(steps=2, global_batch_size=16), ema_decay=0.9))
-        run_loop(0, case, 1, folder, None, 0)
+        run_loop(0, case, folder)
         (checkpoint,) = Path("checkpoints").glob("step-*2")
         checkpoint.rename("step-00000500")
         # the example

@@ -17,11 +17,13 @@ from helpers.conformance.cases import DDP, Case, config_of, plan_of
 from helpers.conformance.layouts import pipeline
 from helpers.files.golden import Golden
 from helpers.jobs.toys import Toy
+from helpers.machines import plans
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.driver.preflight.child_checks import check_job
+from orchestrator.driver.preflight.child_checks import check_job, plan_sizes
 from orchestrator.driver.preflight.child_process import ChildDiedError, in_child
 from orchestrator.job import Split
+from orchestrator.planning.plan import Node
 from orchestrator.strategies import registry
 
 TIMEOUT_S = 60.0
@@ -116,6 +118,33 @@ class OnTasks(Toy):
 
     def dataset(self, split: Split) -> Any:
         return lambda epoch: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "initial"),
+    [
+        (["strategy.num_workers=[1,8]"], 3),
+        (["strategy.num_workers=[1,8]", "cluster.cpus_per_worker=1.5"], 2),
+        (["strategy.num_workers=[4,8]"], None),
+        (["strategy.num_workers=[1,8]", "cluster.autoscaling=true"], 8),
+    ],
+)
+def test_each_size_of_an_elastic_run_leaves_a_cpu_for_the_tasks_of_its_data(
+    words: list[str], initial: int | None
+) -> None:
+    """The size with room on nodes that are there; a cluster that adds nodes adds them for the data, too."""
+    nodes = (Node(node_id="a", name="a", cpus=3, gpus=0), Node(node_id="b", name="b", cpus=1, gpus=0))
+    errors: list[str] = []
+    config = plans.config_of("strategy=ddp", "train.global_batch_size=64", *words)
+    sizes = plan_sizes(config, OnTasks(), nodes, errors, oversubscribe_cpus=False)
+    if sizes is None:
+        assert initial is None
+        (error,) = errors
+        assert error.startswith("job.dataset: the data is read by tasks beside the workers, and 4 x 1 of the 4 CPUs ")
+    else:
+        assert (sizes.initial.world_size, sizes.largest.world_size) == (initial, 8)
+        assert sizes.cpus_of_data == (0 if config.cluster.autoscaling else 1)
 
 
 @pytest.mark.slow

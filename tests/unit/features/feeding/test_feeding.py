@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from helpers.files.golden import Golden
 from helpers.jobs.toys import Rows, Toy
 from helpers.ranks.streams import KINDS
+from orchestrator.features.feeding.client import FedReader, FedSplit
 from orchestrator.features.feeding.feed import Feed, Request, Share
 from orchestrator.features.feeding.feeder import About, Feeder
+from orchestrator.features.feeding.rows import digest
 from orchestrator.features.feeding.window import Blocks, Window, shuffled
 from orchestrator.job import Split
 from orchestrator.strategies.data.columns import Columns, joined
@@ -206,6 +209,8 @@ def test_only_what_ranks_may_ask_for_again_is_kept() -> None:
 class Large:
     """Chunks of 13 rows and 30 bytes."""
 
+    sample_bytes = 30 / 13
+
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -228,6 +233,16 @@ def test_rows_that_fill_the_object_store_are_told_of_once() -> None:
             assert share.kept_mb in (30e-6, 60e-6, 90e-6)
             assert len(share.notes) <= notes
     assert share.notes[0].startswith("the rows that are read ahead take ")
+
+
+def test_batches_ahead_that_do_not_fit_into_the_object_store_are_refused(golden: Golden) -> None:
+    """A batch of 8 samples and two ahead of it take 24 * 30 / 13 bytes."""
+    for position in (0, 9):  # a resume may begin near the end of a block
+        assert isinstance(Feed(Large, store_bytes=56).take(request(position)), Share)
+        failure = Feed(Large, store_bytes=55).take(request(position))
+        assert isinstance(failure, ReadFailure)
+        assert failure.is_of_job
+    golden.says(failure.message)
 
 
 def test_an_earlier_generation_is_not_answered() -> None:
@@ -257,6 +272,35 @@ def test_a_split_that_is_evaluated_ends_and_is_read_again() -> None:
         assert taken(reader, once(0)) == [0, 1, 2, 3]
     assert taken(reader, request(16)) == [16, 17, 18, 19], "training reads on beside it"
     assert reader._feeds["train", 0]._reading == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "tells"), [([1, 2, 3, 4], True), ([1, 1, 1, 2], True), ([5, 5, 5, 5], False), ([5], True)]
+)
+def test_a_checkpoint_keeps_a_digest_of_rows_that_are_not_all_alike(rows: list[int], tells: bool) -> None:
+    """Of such rows, others would have the same digest, and files could be skipped that a function makes shorter."""
+    nothing: Any = None
+    reader = FedReader(FedSplit(nothing, "train", None), nothing)
+    reader._recent.append((request(8), Mark(position=16, epoch=0, state={"row": 16}), Columns({"n": np.array(rows)})))
+    mark = reader.bookmark(16)
+    assert mark is not None
+    assert mark.state == {
+        "row": 16,
+        **({"seen": [8, len(rows), digest(Columns({"n": np.array(rows)}))]} if tells else {}),
+    }
+
+
+def test_blocks_that_are_lost_are_read_again() -> None:
+    feed = Feed(Large)
+    share = feed.take(request(8))
+    assert isinstance(share, Share)
+    again = feed.take(request(8, lost=share.reading))
+    assert isinstance(again, Share)
+    assert again.reading == share.reading + 1
+    assert again.parts is not None
+    share = feed.take(request(8, lost=1))
+    assert isinstance(share, Share)
+    assert share.reading == again.reading, "another rank has told of it"
 
 
 def test_what_is_no_stream_is_left_to_the_ranks() -> None:
