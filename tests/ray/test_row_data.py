@@ -16,12 +16,14 @@ from helpers.jobs import row_jobs
 from helpers.jobs.row_jobs import ROWS, RowJob, TokenRows, write_files, write_images, write_tokens
 from helpers.records.runs import events, in_campaign, losses, series, wait_for_step
 from orchestrator.compat.ray import counted_sources, datasets
+from orchestrator.driver.preflight.child_process import in_child
 from orchestrator.features import feeding
 from orchestrator.features.feeding.client import FedSplit, Feeding
 from orchestrator.features.feeding.feed import Request, Share
 from orchestrator.features.feeding.feeder import Feeder
 from orchestrator.features.feeding.rows import digest
 from orchestrator.strategies.data.columns import Columns, joined
+from orchestrator.strategies.data.datasets import NeedsFeederError, opened_dataset
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.data.data_loader import DataError, ReadFailure
 from orchestrator.worker.data.stream import Mark
@@ -240,6 +242,17 @@ def test_a_rank_refuses_blocks_of_several_kinds(folder: Path) -> None:
     for other in ({"x": [1.0]}, {"x": [1.0], "y": [1.0]}):
         with pytest.raises(ValueError, match="rows with several kinds of columns"):
             split._columns(ray.put(pa.table(other)))
+
+
+@pytest.mark.parametrize("kind", ["rows", "images", "arrow", "range"])
+def test_a_fork_of_a_connected_process_learns_at_once_that_only_tasks_read_the_data(folder: Path, kind: str) -> None:
+    """Ray has no threads there. A process that has read such data knows the functions that ask the cluster."""
+    if kind == "images":
+        write_images(folder / "images")
+    job = RowJob(kind=kind, folder=str(folder / "images" if kind == "images" else folder))
+    assert job.dataset("train") is not None
+    with pytest.raises(NeedsFeederError):
+        in_child(lambda: opened_dataset(job, "train", 0), timeout_s=20)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ class Internal(StrEnum):
     PACKAGE_EXISTS = "ray._private.runtime_env.packaging.package_exists"
     PIN_PACKAGE = "ray._private.runtime_env.packaging.pin_runtime_env_uri"
     WORKER = "ray._private.worker.global_worker"
+    STATE = "ray._private.state.state"
     STARTS_BY_ITSELF = "ray._private.auto_init_hook.enable_auto_connect"
     LOGS_TO_DRIVER = "ray._private.ray_constants.RAY_LOG_TO_DRIVER"
     UPLOAD_PACKAGE = "ray._private.runtime_env.packaging.upload_package_to_gcs"

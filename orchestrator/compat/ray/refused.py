@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 _refused = False
+_kept: list[Any] = []
+"""What is connected, and whose end would wait for threads, too."""
 
 
 def refuse() -> None:
@@ -22,7 +25,12 @@ def refuse() -> None:
         return
     from orchestrator.compat.ray.internals import Internal, find_internal, owner_of
 
-    find_internal(Internal.WORKER).mode = None
+    worker = find_internal(Internal.WORKER)
+    worker.mode = None
+    worker.set_is_connected(False)
+    owner, name = owner_of(Internal.STATE)
+    _kept.append(getattr(owner, name))
+    setattr(owner, name, type(_kept[-1])())
     owner, name = owner_of(Internal.STARTS_BY_ITSELF)
     setattr(owner, name, False)
 

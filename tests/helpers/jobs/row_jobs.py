@@ -126,6 +126,8 @@ class RowJob(Job):
             return made(f"{self.folder}/0.parquet")
         if self.kind == "sieved":
             return made(self.folder).filter(lambda row: True)
+        if self.kind == "range":
+            return ray_data().range(100)
         if self.kind == "narrowed":
             return narrowed(self.folder)
         if self.kind == "arrow":
