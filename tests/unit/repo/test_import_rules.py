@@ -47,7 +47,6 @@ RULES = {
                      "strategies.update",                                                      "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "exporting":    ("user_code job compat config planning records state model strategies.data",        "torch mlflow"),
-    "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
     "worker.process": ("storage protocol records",                                             "torch"),
@@ -90,9 +89,10 @@ RULES = {
     "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
-    "verbs":          ("user_code storage config records prediction strategies exporting corpus tracking display "
+    "verbs":          ("user_code storage config records prediction strategies exporting tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
+    "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ KNOWS = {
     ("compat", "hydra"): {"compat.hydra"},
     ("compat", "omegaconf"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
-    ("corpus", "pyarrow"): {"corpus.pieces"},
+    ("features.tokenize", "pyarrow"): {"features.tokenize.pieces"},
     ("jobs", "pyarrow"): {"jobs.rows"},
 }
 
@@ -230,6 +230,25 @@ def test_every_permission_is_used() -> None:
         used = {package_of(t) for t in targets} | {t.split(".")[0] for t in targets}
         unused += [f"{package}: {word}" for word in f"{ours} {libraries}".split() if word.strip("()") not in used]
     assert not unused, f"remove from RULES: {unused}"
+
+
+FEATURES = "orchestrator.features."
+# The modules of the core that name a feature, in a text, to import it if a run asks for it.
+DOORS = {"strategies.data.datasets": {"feeding"}}
+
+
+def test_nobody_imports_a_feature_by_name() -> None:
+    named = [f"{p}: {word}" for p in RULES for word in may_import(p) - {p} if word.startswith("features")]
+    assert not named, f"a feature hangs on the core, which it alone imports: {named}"
+
+
+def test_the_core_names_a_feature_only_at_its_door() -> None:
+    named: dict[str, set[str]] = {}
+    for module in (m for m in files() if not m.startswith(FEATURES)):
+        texts = [n.value for n in ast.walk(ast.parse(files()[module].read_text())) if isinstance(n, ast.Constant)]
+        if found := {t.split(".")[2] for t in texts if isinstance(t, str) and t.startswith(FEATURES)}:
+            named[module.removeprefix("orchestrator.")] = found
+    assert named == DOORS
 
 
 def at_import(*, later: bool = False) -> dict[str, set[str]]:
