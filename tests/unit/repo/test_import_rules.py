@@ -46,7 +46,6 @@ RULES = {
                      "model.context model.proofs prediction tuning strategies.measure strategies.data "
                      "strategies.update",                                                      "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "exporting":    ("user_code job compat config planning records state model strategies.data",        "torch mlflow"),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
     "worker.process": ("storage protocol records",                                             "torch"),
@@ -89,9 +88,11 @@ RULES = {
     "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
-    "verbs":          ("user_code storage config records prediction strategies exporting tracking display "
+    "verbs":          ("user_code storage config records prediction strategies tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
+    "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
+                                                                                               "torch mlflow"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip
@@ -102,7 +103,7 @@ KNOWS = {
     ("config", "omegaconf"): {"config.compose", "config.recorded_config"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("tracking", "torch"): {"tracking.sinks"},
-    ("exporting", "mlflow"): {"exporting.loader"},
+    ("features.export", "mlflow"): {"features.export.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
     ("compat", "ray"): {
         "compat.ray.counted_sources",
@@ -234,7 +235,7 @@ def test_every_permission_is_used() -> None:
 
 FEATURES = "orchestrator.features."
 # The modules of the core that name a feature, in a text, to import it if a run asks for it.
-DOORS = {"strategies.data.datasets": {"feeding"}}
+DOORS = {"strategies.data.datasets": {"feeding"}, "tracking.exports": {"export"}}
 
 
 def test_nobody_imports_a_feature_by_name() -> None:
@@ -244,8 +245,9 @@ def test_nobody_imports_a_feature_by_name() -> None:
 
 def test_the_core_names_a_feature_only_at_its_door() -> None:
     named: dict[str, set[str]] = {}
-    for module in (m for m in files() if not m.startswith(FEATURES)):
-        texts = [n.value for n in ast.walk(ast.parse(files()[module].read_text())) if isinstance(n, ast.Constant)]
+    for module, text in ((m, path.read_text()) for m, path in files().items() if not m.startswith(FEATURES)):
+        nodes = ast.walk(ast.parse(text)) if FEATURES in text else ()
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
         if found := {t.split(".")[2] for t in texts if isinstance(t, str) and t.startswith(FEATURES)}:
             named[module.removeprefix("orchestrator.")] = found
     assert named == DOORS
