@@ -85,12 +85,14 @@ RULES = {
                        "driver.process driver.preflight",                                      "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
-    "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
+    "driver":         ("job config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
     "verbs":          ("user_code storage config records prediction strategies tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
+    "features.doctor": ("config storage planning protocol compat strategies policy tracking display driver.process "
+                       "driver.code driver.nodes driver.preflight driver verbs",               "ray"),
     "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
                                                                                                "torch mlflow"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
@@ -297,7 +299,7 @@ def loads(module: str) -> set[str]:
 def test_no_rank_imports_the_checks_of_the_driver() -> None:
     """Ranks import the worker, and the strategies by their names."""
     checks = "orchestrator.strategies.checks"
-    of_driver = ("orchestrator.driver", "orchestrator.plan", checks)
+    of_driver = ("orchestrator.driver", "orchestrator.features.doctor", "orchestrator.plan", checks)
     ranks = brought_by(*(module for module in files() if not module.startswith(of_driver)))
     assert {name for name in ranks if name.startswith(checks)} == set()
 
@@ -350,7 +352,7 @@ def test_each_room_of_the_strategies_has_modules() -> None:
         ("orchestrator", set(), "`import orchestrator` is quick"),
         ("orchestrator.cli", set(), "--help is quick"),
         ("orchestrator.launch", set(), "--help is quick"),
-        ("orchestrator.doctor", set(), "--help is quick"),
+        ("orchestrator.features.doctor.verbs.doctor", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
         ("orchestrator.driver.preflight.early_checks", {"hydra", "omegaconf"}, "a wrong key is refused at once"),
         ("orchestrator.driver.preflight.named_runs", {"hydra", "omegaconf"}, "a missing run is refused at once"),

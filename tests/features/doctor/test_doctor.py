@@ -18,8 +18,8 @@ import pytest
 from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
 from orchestrator import cli
-from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
-from orchestrator.driver.doctor_checks import check_cpus_of_data, check_job
+from orchestrator.features.doctor.checks import check_cpus_of_data, check_job
+from orchestrator.features.doctor.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import (
     GIB,
