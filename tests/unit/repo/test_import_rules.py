@@ -67,7 +67,7 @@ RULES = {
     "driver.reporting": ("storage config protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
-                       "worker.control driver.process driver.code",                            "ray"),
+                       "driver.process driver.code",                                           "ray"),
     "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
@@ -91,8 +91,8 @@ RULES = {
     "verbs":          ("user_code storage config records prediction strategies tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
-    "features.doctor": ("config storage planning protocol compat strategies policy tracking display driver.process "
-                       "driver.code driver.nodes driver.preflight driver verbs",               "ray"),
+    "features.doctor": ("config storage planning protocol compat strategies policy tracking display worker.process "
+                       "worker.control driver.process driver.code driver.nodes driver.preflight driver verbs", "ray"),
     "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
                                                                                                "torch mlflow"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
