@@ -18,8 +18,8 @@ from orchestrator.compat.generators import seed_generators
 from orchestrator.config.compose import recorded_data
 from orchestrator.config.recorded_config import why_no_best, why_no_checkpoint
 from orchestrator.config.redact import Redactor
-from orchestrator.exporting.comparison import Comparison, compare
-from orchestrator.exporting.recorded import job_to_export
+from orchestrator.features.export.comparison import Comparison, compare
+from orchestrator.features.export.recorded import job_to_export
 from orchestrator.job import Job
 from orchestrator.planning.placement import Box
 from orchestrator.records.run_dir import RunDir

@@ -1,6 +1,6 @@
 """Export the final model of a run, and what identifies its training set.
 
-``python -m orchestrator.exporting <run directory> <new folder> [model] [dataset]``
+``python -m orchestrator.features.export <run directory> <new folder> [model] [dataset]``
 
 The folder receives ``facts.json`` (:class:`Facts`). With ``model``, and if there is a checkpoint, it also receives:
 
@@ -35,8 +35,8 @@ from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.recorded_config import recorded_job
 from orchestrator.config.redact import MASK, Redactor, masked_output
 from orchestrator.config.schema import JobSpec
-from orchestrator.exporting.comparison import LIMITS, data_of, difference, example_batch, run_trained, said
-from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
+from orchestrator.features.export.comparison import LIMITS, data_of, difference, example_batch, run_trained, said
+from orchestrator.features.export.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.records.output_dir import staged_run
@@ -87,7 +87,7 @@ class Facts:
     """What is known about the final model and the data of a run. What was not asked for is None.
 
     Attributes:
-        dataset: the result of :func:`~orchestrator.exporting.__main__.dataset_facts`; None if the job cannot be built.
+        dataset: the result of :func:`dataset_facts`; None if the job cannot be built.
         step: when the weights were saved; None if there are none.
         averaged: whether they are moving averages.
         problem: why there is no graph or there are no weights; None if there are both.

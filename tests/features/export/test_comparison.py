@@ -13,7 +13,7 @@ from helpers.files.golden import Golden
 from helpers.jobs.exporting_jobs import Exporting
 from orchestrator import export
 from orchestrator.config.recorded_config import to_yaml
-from orchestrator.exporting.comparison import _first_module, _other_form, difference
+from orchestrator.features.export.comparison import _first_module, _other_form, difference
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import save

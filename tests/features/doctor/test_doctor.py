@@ -18,10 +18,9 @@ import pytest
 from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
 from orchestrator import cli
-from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
-from orchestrator.driver.doctor_checks import check_cpus_of_data, check_job
-from orchestrator.planning.plan import Node
-from orchestrator.policy.node_check import (
+from orchestrator.features.doctor.checks import check_cpus_of_data, check_job
+from orchestrator.features.doctor.findings import as_json, exit_code, finding_text, verdict_text
+from orchestrator.features.doctor.node_checks import (
     GIB,
     AllReduce,
     ClockOffset,
@@ -32,9 +31,9 @@ from orchestrator.policy.node_check import (
     check_network,
     check_output_dir,
     check_token,
-    exposure_warning,
-    grouped,
 )
+from orchestrator.planning.plan import Node
+from orchestrator.policy.node_check import exposure_warning, grouped
 from orchestrator.protocol.node_report import Finding, NodeReport
 from orchestrator.tracking.uri import check_tracking
 

@@ -44,7 +44,7 @@ def _export(options: argparse.Namespace, redactor: Redactor) -> int:
     fetch(run_dir, [run_dir.config_file.name])
     directory = options.to or Path(f"{run_dir.read_record().get('name', 'run')}-{options.format}")
     # Imported here because --help must not wait for torch.
-    from orchestrator.exporting.formats import export_run
+    from orchestrator.features.export.formats import export_run
 
     with still_working(lambda: f"export: the model of {run_dir.location} is being written"):
         made = export_run(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config.text import did_you_mean
-from orchestrator.corpus.pieces import Damaged, TextPiece, documents, pieces_of
+from orchestrator.features.tokenize.pieces import Damaged, TextPiece, documents, pieces_of
 from orchestrator.records.json_file import read_json, write_atomically, write_json
 from orchestrator.records.lock import locked_if_free
 

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.files.golden import Golden
 from helpers.servers.ports import free_port
-from orchestrator.driver.doctor_checks import GCS_PORT, RayTraces, check_traces, ray_traces
+from orchestrator.features.doctor.checks import GCS_PORT, RayTraces, check_traces, ray_traces
 
 NOTHING = RayTraces(
     folder="/tmp/ray", recorded=None, recorded_answers=False, dead_heads=(), ended_sessions=(), taken_ports={}

@@ -11,7 +11,7 @@ from helpers.models.small_hf import BERT, COMMON, byte_tokenizer, llama
 from jobs.hf import HuggingFace
 from orchestrator import export
 from orchestrator.config.recorded_config import to_yaml
-from orchestrator.exporting.comparison import _run, difference, example_inputs, run_trained
+from orchestrator.features.export.comparison import _run, difference, example_inputs, run_trained
 from orchestrator.records import run_dir as rundir
 from orchestrator.state.checkpoint import save
 from orchestrator.state.model_state import own_tensors

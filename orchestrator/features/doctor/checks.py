@@ -20,11 +20,13 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.driver.checked_runs import this_machine
 from orchestrator.driver.code.worker_code import code_for_workers
-from orchestrator.driver.nodes.node_reports import clock_offset, driver_report, measure_all_reduce, node_reports
+from orchestrator.driver.nodes.node_reports import driver_report, node_reports
 from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.run_config import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
+from orchestrator.features.doctor import node_checks
+from orchestrator.features.doctor.measurements import clock_offset, measure_all_reduce
 from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.plan import Node
 from orchestrator.policy import node_check
@@ -63,7 +65,7 @@ def _cluster(config: Config, address: str) -> Iterator[Finding]:
     try:
         with cluster.connected(address, metadata={"job_name": "orchestrator doctor"}):
             yield Finding(check="Ray", level="ok", text=f"connected to {ray.get_runtime_context().gcs_address}")
-            yield node_check.check_token(required=cluster.asks_for_token(), file=_token_file())
+            yield node_checks.check_token(required=cluster.asks_for_token(), file=_token_file())
             yield from _nodes(config)
             yield from check_cpus_of_data(config, cluster.allowed_nodes(config.cluster))
     except ConfigError as e:
@@ -141,15 +143,15 @@ def _node(node: Node, report: NodeReport | NoReport, driver: NodeReport, output_
         return
     if not faults:
         yield Finding(check="versions", level="ok", text=node_check.versions(report), where=(report.place,))
-    yield from node_check.check_limits(report)
-    yield from node_check.check_output_dir(report, output_dir)
-    yield from node_check.check_gpus(report, node.gpus)
-    yield from node_check.check_interface(report)
+    yield from node_checks.check_limits(report)
+    yield from node_checks.check_output_dir(report, output_dir)
+    yield from node_checks.check_gpus(report, node.gpus)
+    yield from node_checks.check_interface(report)
 
 
 def _clock(node: Node, report: NodeReport, timeout_s: float) -> Iterator[Finding]:
     with contextlib.suppress(ray.exceptions.RayError):  # the node has been lost, as the network check then says
-        yield node_check.check_clock(report.place, clock_offset(node, timeout_s=timeout_s))
+        yield node_checks.check_clock(report.place, clock_offset(node, timeout_s=timeout_s))
 
 
 def _network(nodes: Sequence[Node], timeout_s: float) -> Iterator[Finding]:
@@ -161,7 +163,7 @@ def _network(nodes: Sequence[Node], timeout_s: float) -> Iterator[Finding]:
     # With gloo as long as a GPU is in use, because the measurement would wait for it.
     on_gpus = all(gpus) and sum(gpus) >= 2 and ray.available_resources().get("GPU", 0) >= sum(gpus)
     try:
-        yield node_check.check_network(measure_all_reduce(nodes, on_gpus=on_gpus, timeout_s=timeout_s))
+        yield node_checks.check_network(measure_all_reduce(nodes, on_gpus=on_gpus, timeout_s=timeout_s))
     except GangError as e:
         yield _no_network(str(e))
     except ray.exceptions.RayError as e:

@@ -1,6 +1,6 @@
 """The output of an export beside that of the model it was made of, on one batch. A process of its own loads the export.
 
-``python -m orchestrator.exporting.comparison <folder> <config.yaml> <export> <format>``
+``python -m orchestrator.features.export.comparison <folder> <config.yaml> <export> <format>``
 
 The folder has the input and the output of the trained model, and receives ``result.json``: a :class:`Comparison`.
 """
@@ -27,7 +27,7 @@ from torch.utils.data import default_collate
 
 from orchestrator.compat.generators import seed_generators
 from orchestrator.compat.torch import pytree
-from orchestrator.exporting.recorded import job_to_export
+from orchestrator.features.export.recorded import job_to_export
 from orchestrator.job import Job
 from orchestrator.model.batch import split_batch
 from orchestrator.state.manifest import CheckpointError
@@ -121,7 +121,7 @@ def _in_another_process(arguments: Sequence[object]) -> Comparison:
     with errors.open("w") as stderr:  # not a pipe, which a child of the job's code may keep open
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", "orchestrator.exporting.comparison", *map(str, arguments)],
+                [sys.executable, "-m", "orchestrator.features.export.comparison", *map(str, arguments)],
                 check=False,
                 timeout=TIMEOUT_S,
                 stdin=subprocess.DEVNULL,

@@ -19,8 +19,8 @@ from orchestrator import Steering, export
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.recorded_config import to_yaml
 from orchestrator.config.redact import MASK
-from orchestrator.exporting.__main__ import _weights
-from orchestrator.exporting.__main__ import main as export_for_mlflow
+from orchestrator.features.export.__main__ import _weights
+from orchestrator.features.export.__main__ import main as export_for_mlflow
 from orchestrator.job import Job, Split
 from orchestrator.planning.placement import Box
 from orchestrator.records import run_dir as rundir

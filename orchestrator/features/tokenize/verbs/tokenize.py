@@ -60,7 +60,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from orchestrator.corpus.encode import Recipe, tokenize
+    from orchestrator.features.tokenize.encode import Recipe, tokenize
 
     tokenizer = options.tokenizer
     recipe = Recipe(

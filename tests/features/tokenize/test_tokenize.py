@@ -15,7 +15,7 @@ from helpers.ranks.job_trials import errors
 from jobs.gpt import GPT
 from jobs.tokens import open_source
 from orchestrator import tokenize
-from orchestrator.corpus import encode, pieces
+from orchestrator.features.tokenize import encode, pieces
 from orchestrator.records.lock import locked
 
 tokenizers = pytest.importorskip("tokenizers")

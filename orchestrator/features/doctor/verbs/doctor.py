@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
-from orchestrator.display.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.display.plain_text import writable
+from orchestrator.features.doctor.findings import as_json, exit_code, finding_text, verdict_text
 from orchestrator.run_verbs import run_on_cluster
 from orchestrator.storage.remote import is_url
 from orchestrator.verb_outcome import outcome
@@ -63,7 +63,7 @@ def _examine(overrides: Sequence[str], redactor: Redactor, *, as_lines: bool) ->
     if config is None or errors:
         raise ConfigError(errors)
     redactor.learn(config)
-    from orchestrator.driver.doctor_checks import examine  # --help and errors must not wait seconds for torch and Ray
+    from orchestrator.features.doctor.checks import examine  # --help and errors must not wait seconds for torch and Ray
 
     findings = []
     for finding in examine(config):
