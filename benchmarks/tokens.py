@@ -23,7 +23,7 @@ from harness.arms import environment
 from harness.disturbance import undisturbed
 from harness.rounds import Claim, argument_parser, interleave, report
 
-from orchestrator.corpus.encode import Recipe, tokenize
+from orchestrator.features.tokenize.encode import Recipe, tokenize
 from orchestrator.records.journal import read_lines
 from orchestrator.records.run_dir import RunDir
 

@@ -10,6 +10,7 @@ samples of similar length. A script of your own, run by ``strategy=script``, has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.build import ConfigError
@@ -52,6 +53,8 @@ __all__ = [
     "report",
     "run",
 ]
+
+__path__ += sorted(map(str, Path(__path__[0]).glob("features/*/verbs")))  # for `python -m orchestrator.<verb>`
 
 Argument = Job | type[Job] | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """What :func:`run` takes: a job, its class, an override such as ``"train.steps=100"``, a mapping of keys to values, or

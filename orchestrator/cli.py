@@ -1,13 +1,14 @@
 """The command ``orchestrator <verb> ...``. Without a verb it launches: ``orchestrator strategy=ddp``.
 
-A verb is a module with a ``main(argv) -> exit code``, which also runs as ``python -m orchestrator.<verb>``. Only the
-module of the chosen verb is imported, so that ``orchestrator --help`` needs neither torch nor Hydra.
+A verb is a module with a ``main(argv) -> exit code``, which also runs as ``python -m orchestrator.<verb>``: one in this
+package, or one in ``features/<name>/verbs``, which is there as long as its feature is. Only the module of the chosen
+verb is imported, so that ``orchestrator --help`` needs neither torch nor Hydra.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import os
 import sys
@@ -37,7 +38,7 @@ class Verb:
     words: str | None = None
 
 
-VERBS: Mapping[str, Verb] = {
+_VERBS = {
     "launch": Verb("orchestrator.launch", "train a job; the default verb: `orchestrator strategy=ddp`", "keys"),
     "new": Verb("orchestrator.new", "begin a project: a job, its configuration, its test and a README"),
     "torchrun": Verb("orchestrator.torchrun", "run a script of your own, with torchrun's options, as strategy=script"),
@@ -59,6 +60,7 @@ VERBS: Mapping[str, Verb] = {
     "compare": Verb("orchestrator.compare", "show runs side by side, as a table, a picture and a page", "run"),
     "sync": Verb("orchestrator.sync", "upload the missing points of a run to MLflow", "run"),
 }
+VERBS: Mapping[str, Verb] = {name: verb for name, verb in _VERBS.items() if importlib.util.find_spec(verb.module)}
 DEFAULT_VERB = "launch"
 _TRAINING_WORDS = ("train", "fit", "run", "start")
 """What other launchers call it."""

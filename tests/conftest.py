@@ -2,9 +2,9 @@
 
 Three tiers:
 
-- ``pytest`` runs the fast one, in less than two minutes on two cores: ``tests/unit`` without the tests marked ``slow``,
-  and a few tests of other folders that are marked ``fast``: one run at defaults, equal loss over five layouts, one
-  recovery.
+- ``pytest`` runs the fast one, in less than two minutes on two cores: ``tests/unit`` and ``tests/features`` without the
+  tests marked ``slow``, and a few tests of other folders that are marked ``fast``: one run at defaults, equal loss over
+  five layouts, one recovery.
 - ``pytest -m "not campaign"`` runs everything except the campaign. ``.ci/run`` runs this.
 - ``pytest -m campaign`` runs the long ones: more kinds of faults at more moments, and combinations (``in_turn``).
 
@@ -45,13 +45,15 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through
 
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "tracking", "command", "distributed", "gpu", "cluster", "ray")
+FOLDERS = ("unit", "features", "tracking", "command", "distributed", "gpu", "cluster", "ray")
 """In the order they run, as far as they depend on it:
 
 - ``command`` asserts that no Ray is found on this machine, so it runs well before ``cluster`` and ``ray``.
 - ``ray`` is last: the user's token stays in its process until the end, and ``cluster`` starts commands that must not
   inherit it.
 """
+QUICK = ("unit", "features")
+"""Their tests are fast, except those that are marked otherwise."""
 WHOLE = ("gpu", "cluster", "ray")
 """Each runs in one process; ``cluster`` and ``ray`` at the same time, because the tests of ``cluster`` mostly wait."""
 LONGEST = ("ray", "distributed")
@@ -124,7 +126,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text()
-    if collection_path.is_relative_to(HERE / "unit"):
+    if any(collection_path.is_relative_to(HERE / folder) for folder in QUICK):
         if config.option.markexpr == "fast":
             is_left_out = re.search(r"^pytestmark = .*mark\.(slow|campaign)", text, re.MULTILINE) is not None
         else:
@@ -140,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = folder_of(item)
         if folder in FOLDERS:
             item.add_marker(folder)
-        if folder == "unit" and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
+        if folder in QUICK and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
     _take_turns(items)
     is_first_process = getattr(config, "workerinput", {}).get("workerid", "gw0") == "gw0"

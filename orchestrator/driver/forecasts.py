@@ -18,19 +18,17 @@ from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.display.forecasts import speed_text
-from orchestrator.driver.layouts import Layouts, best_of_each
-from orchestrator.driver.preflight.child_process import in_child
+from orchestrator.driver.preflight.child_checks import with_samples
 from orchestrator.job import Job, has_training_step
 from orchestrator.planning.memory import GIB
 from orchestrator.planning.plan import Node, Plan
-from orchestrator.prediction.calibration import Case, fitted, has_published_runs, shares_of_job
+from orchestrator.prediction.calibration import fitted, has_published_runs
 from orchestrator.prediction.cost import Stack, StepTime, step_time
 from orchestrator.prediction.devices import CPU, Cluster, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Answer, Forecast, Question
-from orchestrator.prediction.work import ModelWork
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.strategies.checks.model_work import UNFUSED
+from orchestrator.strategies.checks.layouts import Layouts, best_of_each, usual_stack
 from orchestrator.strategies.checks.traced_job import TracedJob
 
 USUAL = {"strategy": "mesh", "train.precision": "bf16"}
@@ -72,7 +70,7 @@ def answer(
         reason = f"strategy.num_workers={to_cli(config.strategy.num_workers)}: each size of an elastic run has a layout"
         raise ConfigError([f"{reason} of its own; plan one of them"])
     traced = TracedJob(config, job, on_gpus=not on_cpus)
-    stack, case = _usual_stack(cluster, config, traced.work)
+    stack, case = usual_stack(cluster, config, traced.work)
     if measured:
         stack, is_sparse = measured_stack(measured, cluster, config, redactor)
         case = "calibrated" if is_sparse == (traced.work.layer.experts > 0) else case
@@ -91,7 +89,7 @@ def answer(
         set_keys: dict[str, int] = {} if workers == _workers(config, cluster) else {"strategy.num_workers": workers}
         if "train.global_batch_size" not in given:
             set_keys["train.global_batch_size"] = usual_batch(config, job, workers)
-        search = Layouts(_changed(config, set_keys), traced, cluster, given.keys())
+        search = Layouts.elsewhere(_changed(config, set_keys), traced, cluster, given.keys())
         found = best_of_each([question.answered(f) for f in search.forecasts()])
         if not forecasts or any(not f.refused for f in found):
             forecasts, pruned = found, search.pruned
@@ -167,14 +165,14 @@ def speed_note(config: Config, job: Job, plan: Plan, nodes: Sequence[Node]) -> s
     def predicted() -> str | None:
         cluster = parse_cluster("x".join(map(str, (*shape, name))), tables)
         traced = TracedJob(config, job, on_gpus=True)
-        stack, case = _usual_stack(cluster, config, traced.work)
+        stack, case = usual_stack(cluster, config, traced.work)
         asked = Question(work=traced.work, cluster=cluster, stack=stack, device_hours=DEVICE_HOURS)
         forecast = asked.answered(traced.forecast(config, plan))
         note = "" if has_published_runs(name) else f"; {_scaled_note(cluster)}"
         return None if forecast.time is None else speed_text(asked, forecast, case) + note
 
     try:
-        return in_child(predicted, timeout_s=config.recovery.build_max_s)
+        return with_samples(config, job, predicted)
     except Exception as e:  # the plan does not depend on it
         return f"its speed cannot be predicted: {e}"
 
@@ -216,10 +214,10 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
     config, job = _composed(words, redactor)
     there = replace(cluster, nodes=math.ceil(workers / cluster.per_node), per_node=min(workers, cluster.per_node))
     traced = TracedJob(config, job, on_gpus=cluster.name != CPU)
-    forecast = Layouts(config, traced, there, ()).as_configured()
+    forecast = Layouts.elsewhere(config, traced, there, ()).as_configured()
     if forecast.refused:
         raise ConfigError([f"{where}: {forecast.refused}"])
-    usual, _ = _usual_stack(cluster, config, traced.work)
+    usual, _ = usual_stack(cluster, config, traced.work)
 
     def predicted(stack: Stack) -> StepTime:
         return step_time(traced.work, forecast.step, there, stack)
@@ -229,19 +227,6 @@ def measured_stack(run_dir: RunDir, cluster: Cluster, planned: Config, redactor:
         reason = f"its steps took {step_ms:.3g} ms, and at the peak rate of {cluster.name} they take {least:.3g} ms"
         raise ConfigError([f"{where}: {reason}"])
     return found, traced.work.layer.experts > 0
-
-
-def _usual_stack(cluster: Cluster, config: Config, work: ModelWork) -> tuple[Stack, Case]:
-    """Return the shares without a run of the user, and what is known by which they were found."""
-    stack: Stack = UNFUSED
-    case: Case = "all new"
-    if cluster.name != CPU:
-        compiled = config.train.compile is not False
-        found = shares_of_job(cluster.name, compiled=compiled, sparse=work.layer.experts > 0)
-        stack, case = found.stack, found.case
-    stack = replace(stack, operator_s=cluster.device.operator_us / 1e6)
-    share = cluster.device.reached or stack.products
-    return replace(stack, products=share, attention=share * stack.attention / stack.products), case
 
 
 def _composed(words: Sequence[str], redactor: Redactor) -> tuple[Config, Job]:

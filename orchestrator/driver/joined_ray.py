@@ -27,8 +27,7 @@ def ray_of(
 ) -> Iterator[tuple[tuple[Node, ...], list[tuple[CheckedRun, Sizes]]]]:
     """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
 
-    Without a cluster, a Ray is embedded. ``plan=true`` joins none, unless ``strategy=auto`` measures the job; nor does
-    ``debug=true``.
+    Without a cluster, a Ray is embedded. ``plan=true`` joins none, nor does ``debug=true``.
     """
     config = checked_runs[0].config
     if config.debug:
@@ -36,8 +35,7 @@ def ray_of(
         return
     address = cluster.target_address(config.cluster)
     metadata = job_metadata([c.config for c in checked_runs], checked_runs[0].redactor)
-    only_plans = config.plan and not any(c.is_auto for c in checked_runs)
-    if address is not None and only_plans:
+    if address is not None and config.plan:
         nodes = nodes_to_plan_on(config.cluster, address)
         yield nodes, planned_on(nodes, checked_runs, sweep)
         return
@@ -56,7 +54,7 @@ def ray_of(
         return
     machine = this_machine()
     planned = [(c, c.sizes) for c in checked_runs if c.sizes is not None]
-    if only_plans:
+    if config.plan:
         yield (machine,), planned
         return
     with cluster.embedded(

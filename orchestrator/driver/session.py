@@ -28,7 +28,7 @@ from orchestrator.driver.joined_ray import ray_of
 from orchestrator.driver.preflight.record import command_line, open_run, settings_for_name
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
-from orchestrator.driver.process.run_context import EventStream, FailureSink, RunContext, RunResult, RunSpec
+from orchestrator.driver.process.run_context import EventStream, RunContext, RunResult, RunSpec, Silent
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.queue.queue_place import queue_entry
 from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output
@@ -100,7 +100,8 @@ def run_all(
     with CodeCache() as codes, ray_of(checked_runs, sweep, codes) as (nodes, planned):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=watcher)
         if checked_runs[0].config.plan:
-            return _print_plans(launch, planned, sweep)
+            _print_plans(launch, planned, sweep)
+            return []
         stop.exit_at_once = False
         if stop.received is not None:
             raise KeyboardInterrupt
@@ -125,12 +126,8 @@ def run_all(
         return sweep.run_in_turn(runs, stop)
 
 
-def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], sweep: Sweep | None) -> list[RunResult]:
-    """Print the plan of each run; with ``strategy=auto``, the plan of the best prediction.
-
-    Returns:
-        The run that should have measured a job, if it did not finish.
-    """
+def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], sweep: Sweep | None) -> None:
+    """Print the plan of each run; with ``strategy=auto``, the plan of the best prediction."""
     from orchestrator.driver.forecasts import speed_note  # imports what only plans need
 
     for checked_run, sizes in planned:
@@ -138,10 +135,7 @@ def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], s
             sweep.say(f"\n{sweep.title_of(checked_run.overrides)}")
         config = checked_run.config
         if checked_run.is_auto:
-            try:
-                decision = _chooser(launch, checked_run, sizes.initial).choose(measure=False)
-            except NotMeasuredError as e:
-                return [e.result]
+            decision = _chooser(launch, checked_run, sizes.initial).choose(measure=False)
             print(decision.text)
             sizes, config = decision.sizes, decision.config
         print(plan_table(sizes.initial, launch.nodes))
@@ -150,18 +144,15 @@ def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], s
             print(f"  note: {note}")
         for warning in checked_run.warnings:
             print(f"  warning: {warning}")
-    return []
 
 
 def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
-    """Return what chooses the strategy of ``checked_run``; ``plan`` is for the run which measures the job."""
+    """Return what chooses the strategy of ``checked_run``; ``plan``: on as many workers as it may have."""
     from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
 
-    def run(config: Config, plan: Plan, job: Job, show_failure: bool) -> RunResult:
-        what = "the job" if show_failure else f"strategy={plan.strategy}"
-        print(f"auto measures {what} on {count(plan.world_size, 'worker')}", flush=True)
-        console = FailureSink(make_console(steps=plan.steps, world_size=plan.world_size) if show_failure else None)
-        return _execute_briefly(launch, checked_run, config, plan, job, console)
+    def run(config: Config, plan: Plan, job: Job) -> RunResult:
+        print(f"auto measures strategy={plan.strategy} on {count(plan.world_size, 'worker')}", flush=True)
+        return _execute_briefly(launch, checked_run, config, plan, job, Silent())
 
     return Chooser(
         checked_run.config,
@@ -203,7 +194,7 @@ def brief_runs(
         def run(brief: CheckedRun, steps: int) -> tuple[Plan, RunResult]:
             sizes = brief.sizes or planned_on(nodes, [brief], None)[0][1]
             config, plan = shortened(brief.config, sizes.initial, steps=steps, log_every=steps, folder=folder)
-            result = _execute_briefly(launch, brief, config, plan, without_samples(brief.job), FailureSink(None))
+            result = _execute_briefly(launch, brief, config, plan, without_samples(brief.job), Silent())
             remove_run(result)
             return plan, result
 

@@ -52,6 +52,8 @@ class Stack:
         moved: the share of the bytes that elementwise operations move after fusion.
         dispatch_s: the time of the host to send the tokens of a micro-batch to the experts of a layer and back.
         operator_s: the time that an operator takes of any size, where the device waits for the host.
+        host: what CPUs do beside the operators, whose cores communicate too; None for GPUs, where communication hides
+            behind computation.
     """
 
     products: float
@@ -59,6 +61,26 @@ class Stack:
     moved: float = 1.0
     dispatch_s: float = 0.0
     operator_s: float = 0.0
+    host: Host | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What steps on CPUs take beside the operators of a pass.
+
+    Attributes:
+        stage_s: the time of a pass of a stage over a micro-batch.
+        collective_s: the time of any collective.
+        shard_factor: what gathers and sums of shards take, relative to sums of whole gradients.
+        accumulated_bytes: what is moved to add the gradient of a parameter to that of earlier micro-batches.
+        tensor_operators: the operators that update a tensor.
+    """
+
+    stage_s: float = 0.0
+    collective_s: float = 0.0
+    shard_factor: float = 1.0
+    accumulated_bytes: float = 0.0
+    tensor_operators: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,20 +191,28 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
     of_copies = (mesh.tensor, mesh.shard * mesh.context // step.shards), (mesh.distance("replicate"), mesh.replicate)
     exchanging = sent.replicas / cluster.bus_bytes_s(*of_copies)
     # What hides behind computation leaves less of it for what comes next.
-    hidden = passes * min(each, GATHER_HIDDEN * a_pass)
-    hidden += min(once, GATHER_HIDDEN * a_pass, passes * a_pass - hidden)
-    slowed = GATHER_SEEN * (passes * min(each, a_pass) + min(once, a_pass))
-    gathering = passes * each + once - hidden + slowed
-    summing = exchanging - min(exchanging, SUMS_HIDDEN * a_pass, passes * a_pass - hidden)
+    host, hiding = stack.host or Host(), a_pass * (stack.host is None)
+    hidden = passes * min(each, GATHER_HIDDEN * hiding)
+    hidden += min(once, GATHER_HIDDEN * hiding, passes * hiding - hidden)
+    slowed = GATHER_SEEN * (passes * min(each, hiding) + min(once, hiding))
+    gathering = host.shard_factor * (passes * each + once) - hidden + slowed
+    if step.shards > 1:
+        groups = 1 + work.layers * (work.layer.parameters > 0)
+        gathering += (passes if step.gathers_each_pass else 1) * 3 * groups * host.collective_s
+    summing = exchanging - min(exchanging, SUMS_HIDDEN * hiding, passes * hiding - hidden)
     stages_meet = cluster.domain % (mesh.distance("pipeline") * mesh.pipeline) == 0
-    sends = passes * SENDS_SEEN * sent.stages / (cluster.inside if stages_meet else cluster.between).bytes_s
+    sends = passes * sent.stages / (cluster.inside if stages_meet else cluster.between).bytes_s
+    sends *= SENDS_SEEN if stack.host is None else 1.0
+    sends += passes * 2 * step.chunks * host.stage_s * (mesh.pipeline > 1)
+    accumulated = (passes - 1) * step.own_parameters(work) * host.accumulated_bytes
+    in_tensors = stack.operator_s * host.tensor_operators * work.tensors / mesh.pipeline
     updated = step.own_parameters(work) / (step.copies if step.divides_update else 1)
     return StepTime(
         products=passes * one.products,
         attention=passes * one.attention,
-        moved=passes * one.moved,
+        moved=passes * one.moved + accumulated / cluster.device.memory_bytes_s,
         host=passes * one.host,
-        update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + SETTLE_S,
+        update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + in_tensors + SETTLE_S,
         shard=gathering,
         replicate=summing,
         tensor=passes * one.tensor,

@@ -105,8 +105,9 @@ class Question:
         if forecast.refused or forecast.memory is None:
             return forecast
         if forecast.memory_bytes > there:
-            needed = forecast.memory_bytes / GIB
-            return dataclasses.replace(forecast, refused=f"needs {needed:.0f} of {there / GIB:.0f} GiB")
+            as_text = "{:.0f} of {:.0f} GiB" if there > 10 * GIB else "{:.3g} of {:.3g} GiB"
+            refused = f"needs {as_text.format(forecast.memory_bytes / GIB, there / GIB)}"
+            return dataclasses.replace(forecast, refused=refused)
         workers = forecast.mesh.num_workers
         time = step_time(self.work, forecast.step, self.cluster.of(workers), self.stack)
         has_copies = forecast.mesh.replicate > 1

@@ -55,12 +55,14 @@ class ModelWork:
     Attributes:
         ends: everything else: embeddings, the head and the loss.
         tokens: the tokens of a sample; 1 if samples have none.
+        tensors: how many have the parameters; 0 if it is unknown.
     """
 
     layers: int
     layer: Work
     ends: Work
     tokens: int
+    tensors: int = 0
 
     @property
     def parameters(self) -> float:

@@ -263,23 +263,8 @@ class AutoConfig(StrategyConfig):
 
     @property
     def with_servers(self) -> bool:
-        """Whether a candidate has parameter servers, which are measured too then."""
+        """Whether a candidate has parameter servers."""
         return "parameter_server" in self.candidates
-
-    @property
-    def with_parts(self) -> bool:
-        """Whether a candidate divides tensors over workers, which is measured too then."""
-        return any("fsdp" in name or name in ("hsdp", "mesh") for name in self.candidates)
-
-    @property
-    def with_pipelines(self) -> bool:
-        """Whether a candidate has stages, whose passes are measured too then."""
-        return any("pipeline" in name or name == "model_parallel" for name in self.candidates)
-
-    @property
-    def with_devices(self) -> bool:
-        """Whether a candidate trains on several devices in one process, which is measured too then."""
-        return "dp" in self.candidates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ MODULES: Mapping[str, str] = {
     "hogwild": "asynchronous.hogwild",
     "locked_sgd": "asynchronous.hogwild",
     "parameter_server": "asynchronous.parameter_server.strategy",
-    "auto": "tuned.auto",
+    "auto": "auto",
     "script": "external.script",
 }
 """The module of each strategy. What is in the others is not imported for it."""

@@ -18,7 +18,7 @@ from orchestrator.tracking.mlflow import MlflowBackend
 from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, read_cursor
 
 EXPORT_TIMEOUT_S = 300.0
-_MODULE = "orchestrator.exporting"
+_MODULE = "orchestrator.features.export"
 
 
 def missing_exports(run_dir: RunDir, ending: Ending, *, log_model: bool, log_dataset: bool) -> list[str]:

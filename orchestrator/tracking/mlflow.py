@@ -176,7 +176,7 @@ class MlflowBackend:
         self._connected().log_artifact(run_id, str(file), artifact_path=folder or None)
 
     def log_model(self, run_id: str, folder: Path) -> None:
-        """Store the final model of a run and what identifies its data, as ``orchestrator.exporting`` wrote them."""
+        """Store the final model of a run and what identifies its data, as ``features.export`` wrote them."""
         mlflow_model.log_model(self._connected(), run_id, folder)
 
     def log_sweep(self, run_id: str, sweep: Mapping[str, str], files: Sequence[Path]) -> None:

@@ -22,7 +22,7 @@ _REQUIREMENTS = ("mlflow", "torch", "safetensors", "numpy")
 
 
 def log_model(client: MlflowClient, run_id: str, folder: Path) -> None:
-    """Store what ``orchestrator.exporting`` has written into ``folder``: a model, or weights and a README."""
+    """Store what ``features.export`` has written into ``folder``: a model, or weights and a README."""
     facts = storable(json.loads((folder / "facts.json").read_text()))
     run = client.get_run(run_id)
     if facts["dataset"] is not None:

@@ -1,19 +1,14 @@
-"""The strategies and grids among which to choose, as overrides, the choice, and its table and record. Pure functions.
-
-Planning refuses proposals that are impossible.
-"""
+"""The choice among layouts by their predicted and measured times, and its table and record. Pure functions."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orchestrator.planning.schedules import SCHEDULES
-from orchestrator.tuning.predict import Prediction
+from orchestrator.planning.memory import GIB
 
 StrategyName = Literal[
     "single",
@@ -29,10 +24,6 @@ StrategyName = Literal[
     "parameter_server",
 ]
 
-MICROBATCHES_PER_STAGE = (1, 2, 4)
-MOST_PER_SAMPLE = 8
-"""The most workers that compute a sample together in a proposal: those of a node, as they exchange in every layer."""
-
 
 def worker_counts(num_workers: int) -> tuple[int, ...]:
     """Return the numbers of workers to consider, in ascending order: the powers of two, and ``num_workers``."""
@@ -45,91 +36,29 @@ def server_counts(num_workers: int) -> tuple[int, ...]:
     return worker_counts(num_workers // 2)
 
 
-def stage_counts(num_workers: int, schedules: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of stages that the proposals have, in ascending order."""
-    per_worker = {1, *(SCHEDULES[schedule].stages_per_rank for schedule in schedules)}
-    return tuple(sorted({n * each for n in worker_counts(num_workers) if n > 1 for each in per_worker}))
-
-
-def proposals(
-    num_workers: int, strategies: Sequence[StrategyName], schedules: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of each proposal: the strategy, its workers, and its shards, micro-batches or servers.
-
-    Args:
-        num_workers: the largest number of workers. Servers come in addition, one for two workers at most.
-        schedules: the schedules of pipelines to propose.
-    """
-    several = [n for n in worker_counts(num_workers) if n > 1]
-    grids = [(n, p) for n in several for p in several if p < n and n % p == 0]
-    for strategy in strategies:
-        if strategy == "single":
-            yield ("strategy=single",)
-        elif strategy in ("ddp", "fsdp", "model_parallel"):
-            yield from ((f"strategy={strategy}", f"strategy.num_workers={n}") for n in several)
-        elif strategy == "dp" and several:
-            yield ("strategy=dp", f"strategy.num_workers={num_workers}")
-        elif strategy == "pipeline":
-            for n in several:
-                yield from (
-                    ("strategy=pipeline", f"strategy.num_workers={n}", *stages) for stages in _stages(n, schedules)
-                )
-        elif strategy == "hsdp":
-            for n, p in grids:
-                yield "strategy=hsdp", f"strategy.num_workers={n}", f"strategy.shard_size={p}"
-        elif strategy in ("ddp_pipeline", "fsdp_pipeline"):
-            for n, p in grids:
-                grid = (f"strategy={strategy}", f"strategy.num_workers={n}", f"strategy.pipeline_parallel_size={p}")
-                yield from ((*grid, *stages) for stages in _stages(p, schedules))
-        elif strategy == "mesh":
-            for n in several:
-                yield from (("strategy=mesh", f"strategy.num_workers={n}", *sizes) for sizes in _within_samples(n))
-        elif strategy == "parameter_server":
-            for n in several:
-                servers = ("strategy=parameter_server", f"strategy.num_workers={n}")
-                yield from ((*servers, f"strategy.num_shards={count}") for count in server_counts(n))
-
-
-def _within_samples(workers: int) -> Iterator[tuple[str, ...]]:
-    """Yield each number of workers that divide layers or tokens; the others have replicas, or shards."""
-    for dimension in ("tensor", "context"):
-        for size in (n for n in worker_counts(workers) if 1 < n <= MOST_PER_SAMPLE and workers % n == 0):
-            yield (f"strategy.{dimension}={size}",)
-            if size < workers:
-                yield f"strategy.{dimension}={size}", f"strategy.shard={workers // size}"
-
-
-def _stages(workers: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield each schedule with each number of micro-batches, from one for each stage upward."""
-    for schedule in schedules:
-        num_stages = workers * SCHEDULES[schedule].stages_per_rank
-        for factor in MICROBATCHES_PER_STAGE:
-            yield f"strategy.schedule={schedule}", f"strategy.num_microbatches={factor * num_stages}"
-
-
 WORTH_A_WORKER = 0.05
 """More workers have to shorten a step by more than this share: less is within the noise of a short measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A proposal and what is known about it.
+    """A layout and what is known about it.
 
     Attributes:
         overrides: the strategy and its keys, as typed on the command line.
-        world_size: the number of its workers; 0 if it could not be planned.
-        prediction: None if the proposal was refused, or the job cannot be predicted.
-        refused: why it cannot be trained; empty if it can.
+        world_size: the number of its workers and servers.
+        predicted_ms: the predicted time of a step; None if it is unknown.
+        memory_bytes: what a worker needs; None if it is unknown.
+        refused: why it cannot be trained; empty if nothing is known against it.
         measured_ms: the median time of its steps; None if it was not measured.
-        past_errors: the relative errors of earlier predictions of this strategy, for any job, on this hardware.
     """
 
     overrides: tuple[str, ...]
     world_size: int = 0
-    prediction: Prediction | None = None
+    predicted_ms: float | None = None
+    memory_bytes: float | None = None
     refused: str = ""
     measured_ms: float | None = None
-    past_errors: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -137,14 +66,14 @@ class Contender:
         return " ".join(o.removeprefix("strategy=").removeprefix("strategy.") for o in self.overrides)
 
     @property
-    def predicted_ms(self) -> float:
+    def expected_ms(self) -> float:
         """The predicted time of a step; infinite if there is no prediction."""
-        return math.inf if self.prediction is None else self.prediction.step_ms
+        return math.inf if self.predicted_ms is None else self.predicted_ms
 
     @property
     def error(self) -> float | None:
         """The relative error of the prediction; None if it was not made, or not put to the test."""
-        if self.prediction is None or self.measured_ms is None:
+        if self.predicted_ms is None or self.measured_ms is None:
             return None
         return self.predicted_ms / self.measured_ms - 1
 
@@ -160,9 +89,9 @@ def next_to_measure(contenders: Sequence[Contender], least: int) -> int | None:
     measured = _measured(valid)
     if not least:
         return None
-    if len(measured) >= least:
-        left = [c for c in left if c.prediction is None or _best([*measured, (c.predicted_ms, c)]) is c]
-    return contenders.index(min(left, key=lambda c: c.predicted_ms)) if left else None
+    if len(measured) >= least and any(c.predicted_ms is not None for c in valid):
+        left = [c for c in left if _best([*measured, (c.expected_ms, c)]) is c]
+    return contenders.index(min(left, key=lambda c: c.expected_ms)) if left else None
 
 
 def best(contenders: Sequence[Contender]) -> Contender | None:
@@ -171,7 +100,7 @@ def best(contenders: Sequence[Contender]) -> Contender | None:
     One with fewer workers is better if its step is longer by no more than :data:`WORTH_A_WORKER`.
     """
     valid = [c for c in contenders if not c.refused]
-    return _best(_measured(valid) or [(c.predicted_ms, c) for c in valid])
+    return _best(_measured(valid) or [(c.expected_ms, c) for c in valid])
 
 
 def _measured(contenders: Sequence[Contender]) -> list[tuple[float, Contender]]:
@@ -193,8 +122,8 @@ def reason(contenders: Sequence[Contender]) -> str:
         return "no other strategy can train this job here"
     rivals = [c for c in others if c.measured_ms is not None]
     if winner.measured_ms is None or not rivals:
-        rival = min(others, key=lambda c: c.predicted_ms)
-        own_ms, rival_ms, how = winner.predicted_ms, rival.predicted_ms, "predicted"
+        rival = min(others, key=lambda c: c.expected_ms)
+        own_ms, rival_ms, how = winner.expected_ms, rival.expected_ms, "predicted"
     else:
         rival = min(rivals, key=lambda c: c.measured_ms or math.inf)
         own_ms, rival_ms, how = winner.measured_ms, rival.measured_ms or math.inf, "measured"
@@ -204,41 +133,35 @@ def reason(contenders: Sequence[Contender]) -> str:
         more = rival.world_size - winner.world_size
         extra = f"the other worker of {rival.name} gains" if more == 1 else f"{more} more workers of {rival.name} gain"
         return f"{own_ms:.4g} ms per step ({how}); {extra} {1 - rival_ms / own_ms:.0%}"
-    gain = f"{own_ms:.4g} ms per step ({how}), {rival_ms / own_ms:.2f} times as fast as {rival.name}"
-    if rival.prediction is None:
-        return gain
-    parts = {
-        "compute": rival.prediction.compute_ms,
-        "exchanges": rival.prediction.exchange_ms,
-        "waiting for other stages": rival.prediction.idle_ms,
-    }
-    largest = max(parts, key=lambda part: parts[part])
-    return f"{gain}, which spends {parts[largest] / rival.prediction.step_ms:.0%} of a step on {largest}"
+    return f"{own_ms:.4g} ms per step ({how}), {rival_ms / own_ms:.2f} times as fast as {rival.name}"
 
 
-_HEADS = (
-    *("strategy", "predicted ms", "compute", "exchange", "idle", "input", "memory MB"),
-    *("measured ms", "error", "past error"),
-)
-DISPENSABLE = ("input", "memory MB", "exchange", "idle", "compute", "error", "past error")
+_HEADS = ("strategy", "predicted ms", "memory GiB", "measured ms", "error")
+DISPENSABLE = ("memory GiB", "error")
 """The columns that a narrow terminal leaves out, the first ones first."""
-
-_LEGEND = "step times in ms: predicted = compute + exchange + idle (waiting for other stages) + input"
-_LEGEND_OF_PAST = "past error: the median of earlier predictions for any job on this hardware, and their number"
+SHOWN = 12
+"""The contenders in a table, beside those that were measured, and the refused ones below it."""
 
 
 def columns(contenders: Sequence[Contender]) -> list[tuple[str, ...]]:
     """Return the columns of a table of the contenders; each is its heading and its cells.
 
-    The fastest comes first, and those that were measured before all others. Those refused have no row, and columns
-    without values are left out.
+    The fastest comes first, and those that were measured before all others. Those refused have no row, nor have slow
+    ones of many, and columns without values are left out.
     """
-    valid = sorted(
-        (c for c in contenders if not c.refused),
-        key=lambda c: (c.measured_ms is None, c.measured_ms or c.predicted_ms),
-    )
-    found = zip(_HEADS, *map(_row, valid), strict=True)
+    found = zip(_HEADS, *map(_row, _ranked(contenders)[: _shown(contenders)]), strict=True)
     return [column for column in found if any(column[1:])]
+
+
+def _ranked(contenders: Sequence[Contender]) -> list[Contender]:
+    return sorted(
+        (c for c in contenders if not c.refused),
+        key=lambda c: (c.measured_ms is None, c.measured_ms or c.expected_ms),
+    )
+
+
+def _shown(contenders: Sequence[Contender]) -> int:
+    return max(SHOWN, sum(c.measured_ms is not None for c in contenders))
 
 
 def markdown(contenders: Sequence[Contender]) -> str:
@@ -249,12 +172,19 @@ def markdown(contenders: Sequence[Contender]) -> str:
 
 
 def with_table(contenders: Sequence[Contender], table: Sequence[str]) -> str:
-    """Return a report with the lines of a table of the columns: how to read it, what was refused, and the choice."""
-    legend = [_LEGEND] if any(c.prediction for c in contenders) else []
-    legend += [_LEGEND_OF_PAST] if any(c.past_errors for c in contenders) else []
-    refused = [f"- {c.name}: refused: {c.refused}" for c in contenders if c.refused]
-    parts = (legend, table, refused, [verdict(contenders)])
+    """Return a report with the lines of a table of the columns: what was refused, and the choice."""
+    slower = len(_ranked(contenders)) - _shown(contenders)
+    more = [f"and {slower} more, which are predicted to be slower (auto.json)"] if slower > 0 else []
+    refused = [f"- {text}" for text in refusals(contenders)]
+    parts = (table, more, refused, [verdict(contenders)])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def refusals(contenders: Sequence[Contender]) -> list[str]:
+    """Return the contenders that are refused, with the reasons, but only the number of the last ones of many."""
+    found = [f"{c.name}: refused: {c.refused}" for c in contenders if c.refused]
+    more = len(found) - SHOWN
+    return [*found[:SHOWN], *([f"and {more} more are refused (auto.json)"] if more > 0 else [])]
 
 
 def verdict(contenders: Sequence[Contender]) -> str:
@@ -271,24 +201,20 @@ def record(contenders: Sequence[Contender]) -> dict[str, Any]:
 
 def _as_json(contender: Contender) -> dict[str, Any]:
     values = dataclasses.asdict(contender)
-    if contender.prediction is not None:
-        values["prediction"]["step_ms"] = contender.prediction.step_ms
-    return {"name": contender.name, **values}
+    step_ms, memory_bytes = values.pop("predicted_ms"), values.pop("memory_bytes")
+    prediction = None if step_ms is None else {"step_ms": step_ms, "memory_bytes": memory_bytes}
+    return {"name": contender.name, **values, "prediction": prediction}
 
 
 def _row(contender: Contender) -> tuple[str, ...]:
-    prediction, error = contender.prediction, contender.error
-    predicted: tuple[str, ...] = ("",) * 6
-    if prediction is not None:
-        times = (prediction.step_ms, prediction.compute_ms, prediction.exchange_ms, prediction.idle_ms)
-        predicted = (
-            *(f"{ms:.4g}" for ms in (*times, prediction.input_ms)),
-            f"{prediction.memory_bytes / 1e6:.4g}",
-        )
-    measured = "" if contender.measured_ms is None else f"{contender.measured_ms:.4g}"
-    past = contender.past_errors
-    past_error = f"{statistics.median(past):+.0%} ({len(past)})" if past else ""
-    return (contender.name, *predicted, measured, "" if error is None else f"{error:+.0%}", past_error)
+    predicted, measured, error = contender.predicted_ms, contender.measured_ms, contender.error
+    return (
+        contender.name,
+        "" if predicted is None else f"{predicted:.4g}",
+        "" if contender.memory_bytes is None else f"{contender.memory_bytes / GIB:.3g}",
+        "" if measured is None else f"{measured:.4g}",
+        "" if error is None else f"{error:+.0%}",
+    )
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""``strategy=auto``: from the measurements on the workers to a run of the strategy that they favour."""
+"""``strategy=auto``: from predictions and measurements to a run of the strategy that they favour."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def test_auto_trains_with_the_fastest_strategy_and_resumes_with_it(
     assert run(*JOB, *CHOICE, "train.steps=8", "plan=true") is None
     printed = capsys.readouterr().out
     assert "auto uses the measurements in " in printed
-    assert re.search(r"auto chooses strategy=\S+ .*ms per step \(predicted\)", printed)
+    assert re.search(r"auto chooses strategy=\S+ .*ms per step \(measured\)", printed)
 
     assert run(*JOB, *CHOICE, "train.steps=12", f"resume={first.run_dir}", "plan=true") is None
     printed = capsys.readouterr().out

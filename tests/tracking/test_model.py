@@ -18,7 +18,7 @@ from helpers.records.runs import wait_for
 from helpers.records.tracked_runs import artifacts, client_of, end, ended_run, log, new_run, run_of, start, tracking
 from jobs.digits import Digits
 from orchestrator import sync
-from orchestrator.exporting.formats import NotExportedError, export_program, prediction_inputs
+from orchestrator.features.export.formats import NotExportedError, export_program, prediction_inputs
 from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import announce, find_run, push_records
 from orchestrator.records.run_dir import RunDir

@@ -1,13 +1,3 @@
-from collections.abc import Iterator
+from helpers.ranks.one_thread import one_torch_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Models this small gain nothing from more threads, and lose much to them where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_torch_thread"]

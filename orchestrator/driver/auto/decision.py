@@ -20,7 +20,7 @@ _WIDTH_WITHOUT_TERMINAL = 160
 
 
 class NotMeasuredError(Exception):
-    """The run that measures the job did not finish.
+    """A signal has stopped a run that measures.
 
     Attributes:
         result: how it ended.
@@ -38,7 +38,7 @@ class Decision:
     Attributes:
         overrides: the overrides of the strategy.
         contenders: the strategies that it was chosen from.
-        planning_s: how long the predictions took, with the run for the profile.
+        planning_s: how long the predictions took.
         measuring_s: how long the measurements after the predictions took.
     """
 

@@ -83,7 +83,7 @@ def check_job(
         return rules.check(config, job, plan, found), found, needs_tasks
 
     try:
-        notes, found, needs_tasks = _with_samples(config, job, check, on_tasks=on_tasks)
+        notes, found, needs_tasks = with_samples(config, job, check, on_tasks=on_tasks)
     except ChildDiedError as e:
         what = f"a process that built the job's model without memory, to check it, {e}"
         if plan.pipeline is None:
@@ -111,7 +111,7 @@ def _is_read_by_tasks(config: Config, job: Job) -> bool:
     return False
 
 
-def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks: list[str]) -> T:
+def with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks: list[str] | None = None) -> T:
     """Return what ``check`` finds in a child, with the first samples of data that only the cluster can read.
 
     ``on_tasks``: receives the splits of which it wants samples. Raises as :func:`in_child`.
@@ -122,7 +122,8 @@ def _with_samples(config: Config, job: Job, check: Callable[[], T], *, on_tasks:
                 return in_child(check, timeout_s=config.recovery.build_max_s)
             except NeedsFeederError as e:
                 (split,) = e.args
-                on_tasks.append(split)
+                if on_tasks is not None:
+                    on_tasks.append(split)
                 SAMPLES_OF[split] = _first_samples(config, job, split)
     finally:
         SAMPLES_OF.clear()

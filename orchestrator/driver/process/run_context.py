@@ -15,11 +15,9 @@ from orchestrator.protocol.events import (
     Event,
     MetricsLogged,
     Noted,
-    RunEnded,
     Sink,
     SystemMetricsLogged,
     Warned,
-    WorkerFailed,
 )
 from orchestrator.protocol.metrics import MetricSpec
 from orchestrator.protocol.queue_entries import QueueEntry
@@ -73,25 +71,14 @@ class EventStream:
         return masked
 
 
-class FailureSink:
-    """Passes on only why a run failed, for a run that nobody asked for and that cannot be resumed."""
-
-    def __init__(self, sink: Sink | None):
-        self._sink = sink
+class Silent:
+    """Shows nothing, for a run that nobody asked for."""
 
     def emit(self, event: Event) -> None:
-        """Show ``event`` if it is a failure."""
-        if self._sink is None:
-            return
-        if isinstance(event, WorkerFailed):
-            self._sink.emit(event)
-        elif isinstance(event, RunEnded) and event.status != "FINISHED":
-            self._sink.emit(replace(event, next_commands=()))
+        """Take ``event``."""
 
     def close(self) -> None:
         """Close the console."""
-        if self._sink is not None:
-            self._sink.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,26 +24,6 @@ MEASURED_S = 1.0
 """A layer is timed ``MEASURED_RUNS`` times, or until this many seconds have passed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerCost:
-    """What a layer costs: its forward and backward time, and what it keeps in memory from one to the other.
-
-    Attributes:
-        activation_bytes: what it keeps of the batch.
-        cast_bytes: the copies of its parameters that autocast makes, whatever the batch.
-    """
-
-    forward_ms: float
-    backward_ms: float
-    activation_bytes: int
-    cast_bytes: int
-
-    @property
-    def total_ms(self) -> float:
-        """The time of both passes, in milliseconds."""
-        return self.forward_ms + self.backward_ms
-
-
 def flow(
     sequence: LayerSequence,
     inputs: Any,
@@ -124,8 +104,8 @@ def costs(
     *,
     precision: Precision,
     loss: Callable[[Any], Tensor],
-) -> list[LayerCost]:
-    """Measure the forward and backward pass of each layer; the last one includes the loss.
+) -> list[float]:
+    """Measure the milliseconds of a forward and a backward pass of each layer; the last one includes the loss.
 
     One layer at a time gets memory, filled with small random numbers. Layers that differ only in the values of their
     parameters are measured once. A layer that replaces its buffers keeps the real ones.
@@ -137,7 +117,7 @@ def costs(
         precision: what the forward pass is computed in.
         loss: the loss of the model's output.
     """
-    known: dict[Any, LayerCost] = {}
+    known: dict[Any, float] = {}
     measured = []
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
@@ -151,29 +131,24 @@ def costs(
     return measured
 
 
-def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> LayerCost:
-    """Return the fastest of several runs, after a warm-up run that counts what is kept for the backward pass."""
+def _cost(layer: nn.Module, value: Any, precision: Precision, loss: Callable[[Any], Tensor]) -> float:
+    """Return the fastest of several runs, after a warm-up run."""
 
-    def run() -> tuple[float, float]:
+    def run() -> float:
         fresh = map_tensors(torch.clone, value)  # the layer may change it in place, and a leaf cannot be changed
         began = _now(value)
         with precision.autocast():
             out = loss(layer(fresh))
-        between = _now(value)
         if out.requires_grad:
             out.backward()
-        return (between - began) * 1e3, (_now(value) - between) * 1e3
+        return (_now(value) - began) * 1e3
 
-    with kept_tensors(layer) as kept:
-        run()
-    times: list[tuple[float, float]] = []
+    run()
+    times: list[float] = []
     began = time.perf_counter()
     while not times or (len(times) < MEASURED_RUNS and time.perf_counter() - began < MEASURED_S):
         times.append(run())
-    forward_ms, backward_ms = min(times, key=sum)
-    return LayerCost(
-        forward_ms=forward_ms, backward_ms=backward_ms, activation_bytes=kept.activations, cast_bytes=kept.casts
-    )
+    return min(times)
 
 
 def _sum(value: Any) -> Tensor:

@@ -229,18 +229,30 @@ def kept_by_rows(outline: Outline, *, fused_attention: bool) -> KeptByRows:
 
 def kept_of(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused_attention: bool) -> Kept:
     """Return what a forward pass keeps; see :func:`fake_loss`."""
+    batch = fake_batch(outline, rows)
     with kept_tensors(outline.whole.model) as kept:
-        loss = fake_loss(outline, rows, blocks, fused_attention=fused_attention)
+        loss = fake_loss(outline, batch, blocks, fused_attention=fused_attention)
     del loss  # up to here, its graph has kept the tensors
     return kept
 
 
-def fake_loss(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused_attention: bool) -> Tensor:
+def fake_batch(outline: Outline, rows: int) -> tuple[Any, Any]:
+    """Return the inputs and the target of a batch with fake tensors, which has the first sample ``rows`` times."""
+    job = outline.job
+    found: tuple[Any, Any] = map_tensors(
+        outline.whole.fake_like, example_batch(job, opened_dataset(job, "train", 0), rows)
+    )
+    return found
+
+
+def fake_loss(
+    outline: Outline, batch: tuple[Any, Any], blocks: Sequence[nn.Module], *, fused_attention: bool
+) -> Tensor:
     """Return the loss of a batch with fake tensors.
 
     Args:
         outline: the job and its model.
-        rows: how often the batch has the first sample.
+        batch: see :func:`fake_batch`.
         blocks: the repeated blocks that run; the others return their first argument.
         fused_attention: whether attention runs as on a GPU.
     """
@@ -250,8 +262,7 @@ def fake_loss(outline: Outline, rows: int, blocks: Sequence[nn.Module], *, fused
         if isinstance(block, Block):
             # Selective keeps some, which cannot be seen here.
             block.__block_recomputes_fakes__ = block.__block_recomputes__ == "blocks"
-    batch = example_batch(job, opened_dataset(job, "train", 0), rows)
-    inputs, target = map_tensors(whole.fake_like, batch)
+    inputs, target = batch
     with (
         contextlib.ExitStack() as replaced,
         whole.mode,

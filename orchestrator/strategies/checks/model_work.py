@@ -6,6 +6,7 @@ import functools
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,10 +17,10 @@ from torch import nn
 
 from orchestrator.model.repeated_blocks import blocks_of
 from orchestrator.planning.memory import GIB
-from orchestrator.prediction.cost import Stack
+from orchestrator.prediction.cost import Host, Stack
 from orchestrator.prediction.devices import CPU, Device, Link, Tables
 from orchestrator.prediction.work import ModelWork, Work
-from orchestrator.strategies.checks.memory_plan import KeptByRows, fake_loss, kept_of
+from orchestrator.strategies.checks.memory_plan import KeptByRows, fake_batch, fake_loss, kept_of
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.measure.flop_counter import WorkCounter
 
@@ -104,15 +105,21 @@ def _traced(outline: Outline, kinds: Sequence[Sequence[nn.Module]], rows: int, *
     model = outline.whole.model
     parameters, tokens = [*model.parameters()], outline.job.tokens_per_sample or 1
     layers, last = max(1, sum(map(len, kinds))), [alike[-1] for alike in kinds]
+    batch = fake_batch(outline, rows)
     with WorkCounter({alike[-1]: len(alike) / layers for alike in kinds}, parameters) as counter:
-        fake_loss(outline, rows, last, fused_attention=fused_attention)
+        fake_loss(outline, batch, last, fused_attention=fused_attention)
+    of_layers, of_ends = counter.blocks, counter.rest
+    if not kinds:  # stages of equal time are cut from anywhere in the model
+        layers = max(1, sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()))
+        of_layers, of_ends = Counter({name: n / layers for name, n in of_ends.items()}), Counter[str]()
     cast = outline.precision.autocast_dtype
     in_blocks = sum(p.numel() for p in {p for alike in kinds for block in alike for p in block.parameters()})
     work = ModelWork(
         layers=layers,
-        layer=_work(counter.blocks, in_blocks / layers, rows, tokens, cast),
-        ends=_work(counter.rest, sum(p.numel() for p in parameters) - in_blocks, rows, tokens, cast),
+        layer=_work(of_layers, in_blocks / layers, rows, tokens, cast),
+        ends=_work(of_ends, sum(p.numel() for p in parameters) - in_blocks, rows, tokens, cast),
         tokens=tokens,
+        tensors=len(parameters),
     )
     kept = functools.partial(kept_of, outline, fused_attention=fused_attention)
     one, one_of_more = kept(rows, last), kept(rows + 1, last)
@@ -151,7 +158,9 @@ def _work(counted: Mapping[str, float], parameters: float, rows: int, tokens: in
     )
 
 
-UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS)
+GLOO = Host(stage_s=5e-4, collective_s=1e-3, shard_factor=1.7, accumulated_bytes=12.0, tensor_operators=6.0)
+"""By the times of small models on two cores in ``benchmarks/results/auto.md``: orders of magnitude."""
+UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS, host=GLOO)
 """Each operator moves its own bytes."""
 _SIZE, _COPIED = 1024, 2**25
 _ROWS, _WIDTH = 2048, 256

@@ -15,7 +15,7 @@ from orchestrator.model.batch import tensors_in
 from orchestrator.model.partial_init import build_fake
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages.cut import Cut
-from orchestrator.model.stages.layers import LayerCost, changing_tensors, costs, flow
+from orchestrator.model.stages.layers import changing_tensors, costs, flow
 from orchestrator.model.stages.own_stages import Shared, Stage, build_stages, sequence_of, shared_tensors
 from orchestrator.model.stages.sequence import LayerSequence
 from orchestrator.model.stages.tape import Call
@@ -108,8 +108,8 @@ class StageBuilder:
             precision=precision,
         )
 
-    def measure_costs(self) -> list[LayerCost]:
-        """Measure the forward and backward pass of each layer; the last one includes the loss."""
+    def measure_costs(self) -> list[float]:
+        """Measure the milliseconds of both passes of each layer; the last one includes the loss."""
         # Of another instance of the model, because a layer may keep what it has computed with real tensors.
         model = build_fake(self.constructor, self.device).model
         layers = self.sequence.of(model, range(len(self.sequence.names)))

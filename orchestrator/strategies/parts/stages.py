@@ -123,7 +123,7 @@ class Stages(ModelPart):
         dist.all_reduce(starts, op=dist.ReduceOp.MAX)
         if not starts.any():
             if context.global_rank == 0 and self._builder is not None:
-                self._costs = [cost.total_ms for cost in self._builder.measure_costs()]
+                self._costs = self._builder.measure_costs()
                 starts.copy_(torch.tensor(balance(self._layers, self._costs, num_stages).starts))
             dist.broadcast(starts, src=0)
         self._agreed = Cut(tuple(starts.tolist()))

@@ -14,12 +14,12 @@ from jobs.gpt import GPT
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Config
 from orchestrator.driver.forecasts import usual_batch
-from orchestrator.driver.layouts import Layouts, best_of_each
 from orchestrator.job import Job
 from orchestrator.prediction.cost import Stack
 from orchestrator.prediction.devices import Cluster, Device, Link
 from orchestrator.prediction.forecast import DEVICE_HOURS, Forecast, Question
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.layouts import Layouts, best_of_each
 from orchestrator.strategies.checks.traced_job import TracedJob
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ class Drawn:
         config, job = traced(self.name)
         batch = batch or usual_batch(config, JOBS[self.name], question.cluster.devices)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=batch))
-        return [question.answered(f) for f in Layouts(config, job, question.cluster, ()).forecasts()]
+        return [question.answered(f) for f in Layouts.elsewhere(config, job, question.cluster, ()).forecasts()]
 
     def device(self, **changes: float) -> Cluster:
         return dataclasses.replace(self.cluster, device=dataclasses.replace(self.cluster.device, **changes))

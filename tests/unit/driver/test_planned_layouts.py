@@ -21,7 +21,6 @@ from orchestrator.config.job_loader import load_job
 from orchestrator.config.redact import Redactor
 from orchestrator.display.forecasts import as_json, text
 from orchestrator.driver.forecasts import answer, speed_note
-from orchestrator.driver.layouts import without_numbers
 from orchestrator.driver.preflight.record import open_run
 from orchestrator.job import Job, Split
 from orchestrator.model.stages.layers import kept_tensors
@@ -33,6 +32,7 @@ from orchestrator.prediction.forecast import Answer
 from orchestrator.prediction.work import Transformer
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
+from orchestrator.strategies.checks.layouts import without_numbers
 from orchestrator.strategies.checks.memory_plan import kept_by_rows, parameter_sizes
 from orchestrator.strategies.checks.model_work import traced, with_cpus
 from orchestrator.strategies.constructor import Outline
@@ -257,6 +257,26 @@ def test_the_trace_counts_what_the_architecture_says() -> None:
     norms = (2 * 6 + 1) * 256
     assert work.parameters == by_hand.parameters + norms
     assert work.layer.moved_bytes == pytest.approx(by_hand.layer.moved_bytes, rel=0.3)
+
+
+class Plain(Toy):
+    """Layers that do not repeat, and data that is computed from a large tensor."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def dataset(self, split: Split) -> TensorDataset:
+        inputs = torch.ones(4096, 16) / 2
+        return TensorDataset(inputs, inputs[:, :4] * 2)
+
+
+def test_a_model_without_blocks_has_equal_layers_and_its_data_does_not_count() -> None:
+    work = traced(Outline(Plain(), outline().train), fused_attention=False).work
+    products = 2 * (16 * 32 + 32 * 64 + 64 * 4)
+    assert work.layers == 3
+    assert work.layer.products == pytest.approx(products / 3)
+    assert 3 * work.layer.moved_bytes < 10_000
+    assert (work.ends.products, work.ends.parameters, work.tensors) == (0, products / 2 + 32 + 64 + 4, 6)
 
 
 class Experts(nn.Module):

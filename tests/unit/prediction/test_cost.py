@@ -6,7 +6,7 @@ import math
 import pytest
 
 from orchestrator.planning.mesh import Mesh
-from orchestrator.prediction.cost import Stack, Step, step_time
+from orchestrator.prediction.cost import Host, Stack, Step, step_time
 from orchestrator.prediction.devices import parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Reliability, goodput
 from orchestrator.prediction.work import Transformer
@@ -55,6 +55,41 @@ def test_operators_take_the_time_of_the_host_in_each_pass_of_any_size() -> None:
     assert step_time(work, few, CLUSTER, STACK).host == 0
     assert step_time(work, few, CLUSTER, slow).host == pytest.approx(2 * 3 * 32 * 50 * 1e-5)
     assert step_time(work, many, CLUSTER, slow).host == 4 * step_time(work, few, CLUSTER, slow).host
+
+
+@pytest.mark.parametrize(
+    ("change", "of_host", "kind"),
+    [
+        ({"passes": 4}, {"accumulated_bytes": 12.0}, "moved"),
+        ({"mesh": Mesh(shard=32, pipeline=2)}, {"stage_s": 1e-3}, "sends"),
+        ({"mesh": Mesh(shard=8)}, {"collective_s": 1e-3}, "shard"),
+        ({"mesh": Mesh(shard=8)}, {"shard_factor": 2.0}, "shard"),
+        ({}, {"tensor_operators": 6.0}, "update"),
+    ],
+)
+def test_what_a_cpu_does_beside_the_operators_takes_time(
+    change: dict[str, object], of_host: dict[str, float], kind: str
+) -> None:
+    work, step = dataclasses.replace(LLAMA, tensors=300), dataclasses.replace(STEP, **change)
+    on_cpus = dataclasses.replace(STACK, operator_s=1e-5, host=Host())
+    slower = dataclasses.replace(on_cpus, host=Host(**of_host))
+    before, after = (dataclasses.asdict(step_time(work, step, CLUSTER, stack)) for stack in (on_cpus, slower))
+    assert [name for name in before if after[name] > before[name]] == [kind]
+
+
+def test_on_cpus_no_communication_hides_behind_computation() -> None:
+    on_cpus, on_gpus = (
+        [
+            getattr(step_time(LLAMA, dataclasses.replace(STEP, **change), CLUSTER, stack), kind)
+            for change, kind in (
+                ({"mesh": Mesh(shard=8)}, "shard"),
+                ({"mesh": Mesh(replicate=8), "gathers": False}, "replicate"),
+            )
+        ]
+        for stack in (dataclasses.replace(STACK, host=Host()), STACK)
+    )
+    assert on_gpus[1] == 0
+    assert all(cpu > 2 * gpu for cpu, gpu in zip(on_cpus, on_gpus, strict=True))
 
 
 def test_slow_links_show() -> None:

@@ -38,7 +38,7 @@ RULES = {
     "model.context": ("compat model",                                                          "torch"),
     "model.proofs":  ("compat model model.tensor model.context",                               "torch"),
     "prediction":   ("config planning",                                                        ""),
-    "tuning":       ("planning timeline model.stages prediction",                              ""),
+    "tuning":       ("planning",                                                               ""),
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
     "strategies.update":  ("user_code job config planning compat state model strategies.data",           "torch"),
@@ -46,8 +46,6 @@ RULES = {
                      "model.context model.proofs prediction tuning strategies.measure strategies.data "
                      "strategies.update",                                                      "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "exporting":    ("user_code job compat config planning records state model strategies.data",        "torch mlflow"),
-    "corpus":       ("config records",                                                         "(pyarrow)"),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
     "worker.process": ("storage protocol records",                                             "torch"),
@@ -69,7 +67,7 @@ RULES = {
     "driver.reporting": ("storage config protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
-                       "worker.control driver.process driver.code",                            "ray"),
+                       "driver.process driver.code",                                           "ray"),
     "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
     "driver.submit":  ("config records compat display driver.process driver.code "
                        "driver.reporting",                                                     "ray"),
@@ -83,16 +81,21 @@ RULES = {
                        "driver.queue driver.gang",                                             "ray"),
     "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
                        "driver.code driver.reporting driver.gang driver.run",                  ""),
-    "driver.auto":    ("job config planning timeline records compat state tuning strategies policy display "
-                       "driver.process driver.preflight",                                      "torch"),
+    "driver.auto":    ("job config planning records prediction tuning strategies policy display driver.process "
+                       "driver.preflight",                                                     "torch"),
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
-    "driver":         ("job storage config planning timeline protocol records compat state prediction strategies "
+    "driver":         ("job config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
-    "verbs":          ("user_code storage config records prediction strategies exporting corpus tracking display "
+    "verbs":          ("user_code storage config records prediction strategies tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
+    "features.doctor": ("config storage planning protocol compat strategies policy tracking display worker.process "
+                       "worker.control driver.process driver.code driver.nodes driver.preflight driver verbs", "ray"),
+    "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
+                                                                                               "torch mlflow"),
+    "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip
 
@@ -102,7 +105,7 @@ KNOWS = {
     ("config", "omegaconf"): {"config.compose", "config.recorded_config"},
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("tracking", "torch"): {"tracking.sinks"},
-    ("exporting", "mlflow"): {"exporting.loader"},
+    ("features.export", "mlflow"): {"features.export.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
     ("compat", "ray"): {
         "compat.ray.counted_sources",
@@ -114,7 +117,7 @@ KNOWS = {
     ("compat", "hydra"): {"compat.hydra"},
     ("compat", "omegaconf"): {"compat.hydra"},
     ("storage", "pyarrow"): {"storage.remote"},
-    ("corpus", "pyarrow"): {"corpus.pieces"},
+    ("features.tokenize", "pyarrow"): {"features.tokenize.pieces"},
     ("jobs", "pyarrow"): {"jobs.rows"},
 }
 
@@ -232,6 +235,26 @@ def test_every_permission_is_used() -> None:
     assert not unused, f"remove from RULES: {unused}"
 
 
+FEATURES = "orchestrator.features."
+# The modules of the core that name a feature, in a text, to import it if a run asks for it.
+DOORS = {"strategies.data.datasets": {"feeding"}, "tracking.exports": {"export"}}
+
+
+def test_nobody_imports_a_feature_by_name() -> None:
+    named = [f"{p}: {word}" for p in RULES for word in may_import(p) - {p} if word.startswith("features")]
+    assert not named, f"a feature hangs on the core, which it alone imports: {named}"
+
+
+def test_the_core_names_a_feature_only_at_its_door() -> None:
+    named: dict[str, set[str]] = {}
+    for module, text in ((m, path.read_text()) for m, path in files().items() if not m.startswith(FEATURES)):
+        nodes = ast.walk(ast.parse(text)) if FEATURES in text else ()
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        if found := {t.split(".")[2] for t in texts if isinstance(t, str) and t.startswith(FEATURES)}:
+            named[module.removeprefix("orchestrator.")] = found
+    assert named == DOORS
+
+
 def at_import(*, later: bool = False) -> dict[str, set[str]]:
     """What each module imports as it is imported itself, and in its functions if ``later``."""
     graph: dict[str, set[str]] = {m: set() for m in files()}
@@ -276,7 +299,7 @@ def loads(module: str) -> set[str]:
 def test_no_rank_imports_the_checks_of_the_driver() -> None:
     """Ranks import the worker, and the strategies by their names."""
     checks = "orchestrator.strategies.checks"
-    of_driver = ("orchestrator.driver", "orchestrator.plan", checks)
+    of_driver = ("orchestrator.driver", "orchestrator.features.doctor", "orchestrator.plan", checks)
     ranks = brought_by(*(module for module in files() if not module.startswith(of_driver)))
     assert {name for name in ranks if name.startswith(checks)} == set()
 
@@ -295,7 +318,7 @@ ROOMS = {
                "mesh_trainer",
     "rules": "rules",
     "checks": "checks",
-    "presets": "presets replicated asynchronous external tuned",
+    "presets": "presets replicated asynchronous external auto",
 }  # fmt: skip
 
 
@@ -329,7 +352,7 @@ def test_each_room_of_the_strategies_has_modules() -> None:
         ("orchestrator", set(), "`import orchestrator` is quick"),
         ("orchestrator.cli", set(), "--help is quick"),
         ("orchestrator.launch", set(), "--help is quick"),
-        ("orchestrator.doctor", set(), "--help is quick"),
+        ("orchestrator.features.doctor.verbs.doctor", set(), "--help is quick"),
         ("orchestrator.config.help", {"hydra", "omegaconf"}, "--help is quick"),
         ("orchestrator.driver.preflight.early_checks", {"hydra", "omegaconf"}, "a wrong key is refused at once"),
         ("orchestrator.driver.preflight.named_runs", {"hydra", "omegaconf"}, "a missing run is refused at once"),

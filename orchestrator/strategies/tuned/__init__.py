@@ -1,1 +1,0 @@
-"""``auto``: the strategy that measures a job, to choose another one."""
