@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.compat.modules import is_plain_sequential, own_buffers, own_children, own_parameters
-from orchestrator.model.batch import map_tensors
+from orchestrator.compat.torch import FakeTensor
+from orchestrator.config.text import first_few
+from orchestrator.model.batch import map_tensors, tensors_in
 from orchestrator.model.partial_init import FakeModel
 from orchestrator.model.precision import Precision
 from orchestrator.model.stages.boundary import Boundary
@@ -22,6 +24,7 @@ from orchestrator.model.stages.layers import change_their_input
 from orchestrator.model.stages.recorded import RecordedLayers
 from orchestrator.model.stages.sequence import DefinesStages, JobStages, LayerSequence, SequentialLayers
 from orchestrator.model.stages.tape import Call, TapeError
+from orchestrator.user_code.errors import JobError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,21 @@ class Stage:
             module=nn.Sequential(*before, *(layers[index] for index in self.layers)),
             layers={index: layers[index] for index in self.layers},
         )
+
+    def computed(self, output: Any) -> Any:
+        """Return the output of the module.
+
+        Raises:
+            JobError: it has no values, because the module has used a tensor of a layer that is on another worker.
+        """
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(output)):
+            names = first_few([self.sequence.names[index] for index in self.layers], 3)
+            raise JobError(
+                f"stage {self.index} ({names}) uses a layer of another stage, and reaches it by a function "
+                "or an object that refers to it. Make it an attribute of the module that uses it, cut elsewhere with "
+                "strategy.split, define Job.stages, or use strategy=ddp"
+            )
+        return output
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the current parameters and persistent buffers by the model's own names."""

@@ -248,7 +248,7 @@ def forward_only(
             stage, following = own.get(index), own.get(index + 1)
             if stage is not None:
                 value = inputs[number] if stage.inputs is None else stage.inputs.unpack(arrived.pop((index, number)))
-                out = stage.module(value)
+                out = stage.computed(stage.module(value))
                 if stage.outputs is None:
                     finished.append(out)
                     continue

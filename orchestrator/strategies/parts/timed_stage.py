@@ -161,7 +161,7 @@ class TimedStage(ConnectedStage):
         with self._precision.autocast():
             boundary = self._stage.inputs
             value = self._inputs.microbatches[int(received[0])] if boundary is None else boundary.unpack(received)
-            out = self.submod(value)
+            out = self._stage.computed(self.submod(value))
         if self._stage.outputs is not None:
             # A stage on the same worker would compute with the part, and not with the input of which it has a gradient.
             return self._stage.outputs.pack(without_parts(out))

@@ -82,6 +82,7 @@ def refusal(gang: Gang, case: Case) -> str:
         (Toy(build=unrecorded.PreparesALayer), "third"),
         (Toy(build=unrecorded.EvaluatesOtherwise), "third"),
         (Toy(build=unrecorded.ChangesItsPrecision), "2"),
+        (Toy(build=unrecorded.Reaches), "third"),
         (unrecorded.HandCut(build=unrecorded.Plain), "auto"),
     ],
     ids=lambda value: value.build.__name__ if isinstance(value, Toy) else value,

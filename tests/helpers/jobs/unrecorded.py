@@ -1,5 +1,7 @@
 """Models in which a recording of the code between the layers misses something, so that stages train another one."""
 
+from collections.abc import Callable
+
 import numpy
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,25 @@ class CountsInGlue(Plain):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.head(self.third(F.relu(self.special(self.first(x))) * float(self.calls[0])))
+
+
+class Reaches(Plain):
+    """Its third layer uses the second one by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = Reaching(lambda: self.special)
+
+
+class Reaching(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]):
+        super().__init__()
+        self.own = linear()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.own(x) + self.layer()(x)
+        return found
 
 
 class HandCut(Toy):
