@@ -49,14 +49,16 @@ _IN_PLACE_OF_SECRET = re.compile(
     r"""(?:://|[=:])['"]?\*\*\*(?:[@&,}'"]|$) | --[A-Za-z][\w-]*['"]?[\ ,]+['"]?\*\*\*(?![\w*])""", re.VERBOSE
 )
 _ASSIGNMENT = re.compile(
-    r"""(?: (?<![\w.\\-]) [\d-]*+ | (?<=\\[nrt]) )
+    r"""(?P<flow> (?<=[{,]) )?
+        (?: (?<![\w.\\-]) [\d-]*+ | (?<=\\[nrt]) )
         (?P<key>[A-Za-z_][\w.-]*+)
         (?: \\*+["']? (?: =(?!=)  |  \s?[:=]\s?(?=\\*+["']) )
-          | \\*+["'] :\s? )""",
+          | \\*+["'] :\s?
+          | (?(flow) :\s? | (?!) ) )""",
     re.VERBOSE,
 )
-"""``key=value``, ``key = "value"``, ``key: "value"`` and ``"key": value``, up to the value. Not ``key: value``: this is
-how a message begins that names a key. Escapes such as \\n may precede the key."""
+"""``key=value``, ``key = "value"``, ``key: "value"``, ``"key": value`` and ``{key:value``, up to the value. Not
+``key: value``: this is how a message begins that names a key. Escapes such as \\n may precede the key."""
 _OPTION = re.compile(r"""(?<![\w-])--(?P<name>[A-Za-z][\w-]*+)(?: [ \t]++ | ["']?,[ ]? )""", re.VERBOSE)
 """``--key value``, ``[--key,value]`` and ``['--key', 'value']``, up to the value."""
 _OPENING_QUOTE = re.compile(r"""\\*+["']""")

@@ -163,7 +163,7 @@ LAUNCHES = {
     "info": ["--info"],
     "unknown key": ["train.stepss=3", "job.api_keys=[api-Ee55]"],
     "unknown field": ["job.hiddenn=3"],
-    "wrong type": ["job.services=[service-Tt11]", "job.options=[nested-Ii99]"],
+    "wrong type": ["job.services={token:service-Tt11}", "job.options=[{password:nested-Ii99}]"],
     "not parsed": ["job.services=[{token:service-Tt11]"],
 }
 """What `launch` says without training, by place."""
@@ -191,7 +191,7 @@ def test_other_output_has_no_secrets(
         monkeypatch.setenv(name, value)
     uri = "tracking.uri='http://me:tracking-Oo55@127.0.0.1:9/?api_key=query-Pp66'"
     verb, words = PLACES[place]
-    verb([*words, *OVERRIDES, uri])
+    verb([*OVERRIDES, uri, *words])  # of two values of a key, the last one counts
     said = capsys.readouterr()
     assert said.out + said.err
     assert list(leaks(tmp_path, said.out + said.err)) == []

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -68,8 +69,8 @@ def freezable_disk(parent: Path, *, megabytes: int, folder: Path | None = None) 
     folder.mkdir(exist_ok=True)
     with image.open("wb") as file:
         file.truncate(megabytes << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], stderr=subprocess.DEVNULL, check=False)
-    if made.returncode:
+    make = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/sbin:/usr/sbin")
+    if make is None or subprocess.run([make, "-q", "-m", "0", image], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("no mkfs.ext4")
     with mounted(folder, "-o", "loop", image):
         (folder / "lost+found").rmdir()
