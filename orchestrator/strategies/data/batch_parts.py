@@ -38,6 +38,9 @@ GRADIENT_TOLERANCE = 10
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
+SHARE = 0.25
+"""A part of a loss, of whose gradient the same part is expected."""
+
 TOLERANCE = 1e-4
 """The relative difference of two losses in float32 that rounding explains, as in the comparison of stages."""
 
@@ -137,12 +140,20 @@ def warning_about_parts(
                 )
             return loss(outputs, parts)
 
-    def run(number: int, seed: int, *, in_turn: bool = False, mixed: bool = False) -> Passed:
+    def run(number: int, seed: int, *, in_turn: bool = False, mixed: bool = False, share: float = 1.0) -> Passed:
         chosen = [*items[::2], *items[1::2]] if mixed else items
         parts = functools.partial(_parts, job, chosen, number, cut=division.cut, device=device, precision=precision)
-        return passed(
-            model, parts, forward, loss_of, in_turn=in_turn, seed=seed, nudged=nudged, gradients=with_gradients
+        found = passed(
+            model,
+            parts,
+            forward,
+            lambda outputs, parts: loss_of(outputs, parts) * share,
+            in_turn=in_turn,
+            seed=seed,
+            nudged=nudged,
+            gradients=with_gradients,
         )
+        return replace(found, gradients={name: gradient / share for name, gradient in found.gradients.items()})
 
     def halves(*, in_turn: bool = False, mixed: bool = False) -> Passed:
         """Run both halves. Gradients are compared at once, because there may be no memory for more of them."""
@@ -171,6 +182,8 @@ def warning_about_parts(
             # The weights of their classes may make two halves equal by chance, or because classes come in turn.
             others = [*tries, halves(mixed=True)] if division.synchronous else []
             differing = [t for t in others if t.differs(whole, tolerance)]
+            if with_gradients and not gradients:  # halves that are alike show no hook that normalizes
+                gradients = [*run(1, seed, share=SHARE).differing_gradients(whole, far)]
             changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
             if differing or changed or gradients:  # because of random numbers that are not torch's?
                 other = run(1, seed + 1)

@@ -63,6 +63,16 @@ class Observer(nn.Module):
         return x + ((x / step).round() * step - x).detach()
 
 
+class HookedOutput(nn.Module):
+    """A hook on its output leaves only the signs of the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.tanh()
+        if out.requires_grad:
+            out.register_hook(lambda gradient: 1e-3 * gradient.sign())
+        return out
+
+
 class GradientNorm(nn.Module):
     """Gives the gradient of all samples together a length of one."""
 
@@ -178,6 +188,7 @@ DEPEND: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "contrastive": (OfBatches(loss_of=contrastive), (LOSS, "gather_batch"), (LOSS, "gather_batch")),
     "gradient norm": (OfBatches(middle=GradientNorm), (GRADIENT, "scale_grad_by_freq"), (GRADIENT,)),
+    "hook on an output": (OfBatches(middle=HookedOutput), (GRADIENT, "a hook"), (GRADIENT, "a hook")),
     "spectral norm": (OfBatches(middle=spectral), (), ("0._u", "once for each part")),
     "step counter": (OfBatches(middle=StepCounter), (), (LOSS, "1.calls", "once for each part")),
 }
