@@ -159,10 +159,12 @@ def warning_about_parts(
         """Run both halves. Gradients are compared at once, because there may be no memory for more of them."""
         found = run(2, seed, in_turn=in_turn, mixed=mixed)
         gradients.extend(name for name in found.differing_gradients(whole, far) if name not in gradients)
+        near.extend(found.differing_gradients(whole, tolerance))
         return replace(found, gradients={})
 
     nudged: Collection[str] = ()
     gradients: list[str] = []
+    near: list[str] = []
     far_apart: list[tuple[float, float] | None] = []
     with_gradients = division.synchronous and division.rows >= FEWEST // 2
     tolerance = _tolerance(precision, device, {p.dtype for p in model.parameters()})
@@ -182,7 +184,7 @@ def warning_about_parts(
             # The weights of their classes may make two halves equal by chance, or because classes come in turn.
             others = [*tries, halves(mixed=True)] if division.synchronous else []
             differing = [t for t in others if t.differs(whole, tolerance)]
-            if with_gradients and not gradients:  # halves that are alike show no hook that normalizes
+            if near and not gradients:  # halves that are much alike hide a hook that normalizes
                 gradients = [*run(1, seed, share=SHARE).differing_gradients(whole, far)]
             changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
             if differing or changed or gradients:  # because of random numbers that are not torch's?
