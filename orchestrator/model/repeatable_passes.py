@@ -49,15 +49,17 @@ class Passed:
         finite = bool(self.loss.isfinite() & other.loss.isfinite())
         return finite and not _close(self.loss, other.loss, tolerance)
 
-    def differing_gradients(self, other: Passed, tolerance: float) -> tuple[str, ...]:
-        """Return the names of the gradients that differ by more than ``tolerance`` of the norm of all of them."""
+    def gradients_apart(self, other: Passed, *, share: float = 1.0) -> dict[str, float]:
+        """Return by how much gradients differ from ``share`` of the ``other`` ones, relative to the norm of all of these.
+
+        Those that are equal, or not finite, are left out.
+        """
         if self.gradients.keys() != other.gradients.keys():
-            return ()
-        limit = tolerance * float(
-            torch.stack([g.norm().float() for g in other.gradients.values()] or [torch.zeros(())]).norm()
-        )
-        apart = {name: float((g - other.gradients[name]).norm()) for name, g in self.gradients.items()}
-        return tuple(name for name, distance in apart.items() if limit + ATOL < distance < math.inf)
+            return {}
+        norm = share * math.hypot(*(float(gradient.norm()) for gradient in other.gradients.values()))
+        apart = {name: float((g - share * other.gradients[name]).norm()) for name, g in self.gradients.items()}
+        found = {name: distance - ATOL for name, distance in apart.items() if ATOL < distance < math.inf}
+        return {name: distance / norm if norm else math.inf for name, distance in found.items()}
 
     def changed(self, other: Passed, tolerance: float) -> tuple[str, ...]:
         """Return the names of the tensors that have other values after some part than after the whole ``other``."""

@@ -143,7 +143,7 @@ def warning_about_parts(
     def run(number: int, seed: int, *, in_turn: bool = False, mixed: bool = False, share: float = 1.0) -> Passed:
         chosen = [*items[::2], *items[1::2]] if mixed else items
         parts = functools.partial(_parts, job, chosen, number, cut=division.cut, device=device, precision=precision)
-        found = passed(
+        return passed(
             model,
             parts,
             forward,
@@ -153,18 +153,16 @@ def warning_about_parts(
             nudged=nudged,
             gradients=with_gradients,
         )
-        return replace(found, gradients={name: gradient / share for name, gradient in found.gradients.items()})
 
     def halves(*, in_turn: bool = False, mixed: bool = False) -> Passed:
         """Run both halves. Gradients are compared at once, because there may be no memory for more of them."""
         found = run(2, seed, in_turn=in_turn, mixed=mixed)
-        gradients.extend(name for name in found.differing_gradients(whole, far) if name not in gradients)
-        near.extend(found.differing_gradients(whole, tolerance))
+        for name, by in found.gradients_apart(whole).items():
+            apart[name] = max(by, apart.get(name, 0.0))
         return replace(found, gradients={})
 
     nudged: Collection[str] = ()
-    gradients: list[str] = []
-    near: list[str] = []
+    apart: dict[str, float] = {}
     far_apart: list[tuple[float, float] | None] = []
     with_gradients = division.synchronous and division.rows >= FEWEST // 2
     tolerance = _tolerance(precision, device, {p.dtype for p in model.parameters()})
@@ -184,14 +182,16 @@ def warning_about_parts(
             # The weights of their classes may make two halves equal by chance, or because classes come in turn.
             others = [*tries, halves(mixed=True)] if division.synchronous else []
             differing = [t for t in others if t.differs(whole, tolerance)]
-            if near and not gradients:  # halves that are much alike hide a hook that normalizes
-                gradients = [*run(1, seed, share=SHARE).differing_gradients(whole, far)]
+            if tolerance < max(apart.values(), default=0.0) <= far:  # much alike, which hides a hook that normalizes
+                apart = run(1, seed, share=SHARE).gradients_apart(whole, share=SHARE)
+            gradients = [name for name, by in apart.items() if by > far]
             changed = list(dict.fromkeys(name for t in tries for name in t.changed(whole, tolerance)))
             if differing or changed or gradients:  # because of random numbers that are not torch's?
                 other = run(1, seed + 1)
                 differing = [] if other.differs(whole, tolerance) else differing
                 changed = [name for name in changed if name not in other.changed(whole, tolerance)]
-                gradients = [name for name in gradients if name not in other.differing_gradients(whole, far)]
+                drawn = other.gradients_apart(whole)
+                gradients = [name for name in gradients if drawn.get(name, 0.0) <= far]
         except Exception as e:  # the job may do anything; if training cannot do it either, it says so
             return not_compared(division, " ".join(error_text(e).split())[:300])
     losses = (float(whole.loss), float(differing[0].loss)) if differing else None

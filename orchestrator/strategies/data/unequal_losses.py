@@ -24,7 +24,7 @@ def unequal(loss: Callable[[Any], Tensor], output: Any, first: Callable[[Any], A
         output: its tensors may be changed in all their elements.
         first: returns the part of an output.
     """
-    for tree in (output, map_tensors(lambda t: t.detach() * 0 if t.is_floating_point() else t, output)):
+    for tree in (output, map_tensors(lambda t: torch.zeros_like(t) if t.is_floating_point() else t, output)):
         whole = with_gradients(tree)
         slopes = gradients_of(loss(whole), whole)
         if largest := largest_of(slopes):
