@@ -50,7 +50,7 @@ class Passed:
         return finite and not _close(self.loss, other.loss, tolerance)
 
     def gradients_apart(self, other: Passed, *, share: float = 1.0) -> dict[str, float]:
-        """Return by how much gradients differ from ``share`` of the ``other`` ones, relative to the norm of all of these.
+        """Return by how much gradients differ from ``share`` of the ``other`` ones, relative to the norm of all.
 
         Those that are equal, or not finite, are left out.
         """

@@ -83,7 +83,7 @@ def _hard_exits_refused() -> Iterator[None]:
 
 
 def _exit(status: int) -> NoReturn:
-    """Stand in for ``os._exit``, which runs no code that could name the end of the process."""
+    """Stand in for ``os._exit``, which runs no code that could say what ended the process."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_code.co_filename if frame is not None and frame.f_back is not None else _OWN_FILES
     if getattr(_refusing, "pid", None) == os.getpid() and not caller.startswith((_OWN_FILES, *_LIBRARIES)):
