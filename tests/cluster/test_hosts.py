@@ -17,7 +17,7 @@ LONGEST_RENDEZVOUS_S = 5.0
 """Less than the look-up of one name, for which the name server of the hosts is asked twice for 5 s."""
 PROBE = """
 import contextlib, os, socket, subprocess, sys
-from orchestrator.worker.control.rendezvous import NetworkProbe
+from orchestrator.features.doctor.network_probe import NetworkProbe
 
 address, probe, ports = os.environ["ADDRESS"], NetworkProbe(), sys.argv[1:]
 if not ports:

@@ -11,9 +11,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.driver.nodes.node_reports import on_nodes
 from orchestrator.driver.process.calls import all_answers
+from orchestrator.features.doctor.network_probe import LARGE_BYTES, NetworkProbe
 from orchestrator.features.doctor.node_checks import AllReduce, ClockOffset
 from orchestrator.planning.plan import Node
-from orchestrator.worker.control.rendezvous import LARGE_BYTES, NetworkProbe
 from orchestrator.worker.process import node_facts
 from orchestrator.worker.process.network import LOOPBACK
 

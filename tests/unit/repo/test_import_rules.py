@@ -49,7 +49,7 @@ RULES = {
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
     "worker.process": ("storage protocol records",                                             "torch"),
-    "worker.control": ("config planning protocol compat strategies strategies.measure worker.process", "torch"),
+    "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("user_code job config planning protocol records compat state model strategies "
                        "strategies.data worker.control",                                       "torch"),
@@ -91,8 +91,9 @@ RULES = {
     "verbs":          ("user_code storage config records prediction strategies tracking display "
                        "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
                        "driver",                                                               ""),
-    "features.doctor": ("config storage planning protocol compat strategies policy tracking display worker.process "
-                       "worker.control driver.process driver.code driver.nodes driver.preflight driver verbs", "ray"),
+    "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy tracking display "
+                       "worker.process worker.control driver.process driver.code driver.nodes driver.preflight driver "
+                       "verbs",                                                                "torch ray"),
     "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
                                                                                                "torch mlflow"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
