@@ -36,6 +36,8 @@ def server_counts(num_workers: int) -> tuple[int, ...]:
     return worker_counts(num_workers // 2)
 
 
+ALONE, MOST_ALONE = ("strategy=single",), 2.0
+"""One worker, which is measured if its step is not predicted to be so many times as long as the best one."""
 WORTH_A_WORKER = 0.05
 """More workers have to shorten a step by more than this share: less is within the noise of a short measurement."""
 
@@ -82,7 +84,8 @@ def next_to_measure(contenders: Sequence[Contender], least: int) -> int | None:
     """Return the index of the contender to measure next; None if enough are measured, or none is left.
 
     They are in the order of their predictions. At least ``least`` are measured, and then each whose prediction would
-    make it the best of those. If there are no predictions, and ``least`` is not 0, all are measured.
+    make it the best of those, and one worker alone unless it is far slower: it needs no communication, which is
+    predicted worst. If there are no predictions, and ``least`` is not 0, all are measured.
     """
     valid = [c for c in contenders if not c.refused]
     left = [c for c in valid if c.measured_ms is None]
@@ -90,7 +93,13 @@ def next_to_measure(contenders: Sequence[Contender], least: int) -> int | None:
     if not least:
         return None
     if len(measured) >= least and any(c.predicted_ms is not None for c in valid):
-        left = [c for c in left if _best([*measured, (c.expected_ms, c)]) is c]
+        fastest_ms = min(ms for ms, _ in measured)
+        left = [
+            c
+            for c in left
+            if _best([*measured, (c.expected_ms, c)]) is c
+            or (c.overrides == ALONE and c.expected_ms < MOST_ALONE * fastest_ms)
+        ]
     return contenders.index(min(left, key=lambda c: c.expected_ms)) if left else None
 
 

@@ -51,7 +51,7 @@ def test_what_a_step_has_little_of_is_hardly_corrected() -> None:
 
 def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> None:
     contenders = [
-        Contender(overrides=("strategy=single",), predicted_ms=30),
+        Contender(overrides=("strategy=single",), predicted_ms=50),
         Contender(overrides=("strategy=ddp",), predicted_ms=20),
         Contender(overrides=("strategy=dp",), predicted_ms=10, refused="too large"),
         Contender(overrides=("strategy=pipeline",), predicted_ms=25, memory_bytes=1.5 * GIB),
@@ -75,7 +75,7 @@ def test_the_two_best_predictions_are_measured_and_the_measurement_decides() -> 
         "| --- | ---: | ---: | ---: | ---: |",
         "| pipeline | 25 | 1.5 | 22 | +14% |",
         "| ddp | 20 |  | 32 | -38% |",
-        "| single | 30 |  |  |  |",
+        "| single | 50 |  |  |  |",
         "",
         "- dp: refused: too large",
         "",
@@ -124,8 +124,16 @@ def test_workers_that_gain_less_than_the_noise_are_not_taken() -> None:
     assert reason([close, *contenders[1:]]) == "90 ms per step (measured); the other worker of pipeline gains 3%"
     more = dataclasses.replace(contenders[1], world_size=4)
     assert reason([close, more]).endswith("; 3 more workers of pipeline gain 3%")
-    far = dataclasses.replace(contenders[0], predicted_ms=92)
-    assert next_to_measure([far, *contenders[1:]], 2) is None
+
+
+@pytest.mark.parametrize(("predicted_ms", "index"), [(150, 0), (180, None)])
+def test_one_worker_alone_is_measured_unless_it_is_far_slower(predicted_ms: float, index: int | None) -> None:
+    others = [
+        Contender(overrides=(f"strategy={name}",), world_size=2, predicted_ms=88, measured_ms=87.0)
+        for name in ("ddp", "pipeline")
+    ]
+    alone = Contender(overrides=("strategy=single",), world_size=1, predicted_ms=predicted_ms)
+    assert next_to_measure([alone, *others], 2) == index
 
 
 def test_nothing_is_measured_if_the_prediction_is_trusted() -> None:
