@@ -125,6 +125,8 @@ class FedSplit(Fed):
         self._length = length
         self._blocks: OrderedDict[Any, Mapping[str, Any]] = OrderedDict()
         self._types: dict[str, str] = {}
+        self._further: Sequence[Share] = ()  # which came with the last answer
+        self._follows: tuple[Request, int] | None = None  # what asks for the first of them
         self.last_mark: Callable[[], Mark | None] = lambda: None
 
     def __len__(self) -> int:
@@ -146,14 +148,15 @@ class FedSplit(Fed):
         return FedReader(self, self._feeding)
 
     def part(self, position: int, count: int, *, first: int, end: int) -> tuple[int, Sequence[Any]]:
-        request = self.request(position, count, first, end, keep=position, ahead=2 * count)
+        request = self.request(position, count, first, end, keep=position)
         share, samples = self.fetch(replace(request, once=True))
         return share.count, samples
 
     def close(self) -> None:
         self._blocks.clear()
+        self._further = ()
 
-    def request(self, position: int, count: int, first: int, end: int, *, keep: int, ahead: int) -> Request:
+    def request(self, position: int, count: int, first: int, end: int, *, keep: int) -> Request:
         """Return the request for a share, which has to be asked for in this generation."""
         assignment = self._feeding.assignment
         return Request(
@@ -164,7 +167,7 @@ class FedSplit(Fed):
             first=first,
             end=end,
             keep=max(0, keep),
-            ahead=ahead,
+            ahead=assignment.config.data.batches_ahead * count,
         )
 
     def fetch(self, request: Request) -> tuple[Share, Sequence[Any]]:
@@ -177,10 +180,9 @@ class FedSplit(Fed):
         deadline = time.monotonic() + timeout_s
         while True:
             deaths = self._feeding.deaths
-            share: Share | None = self._feeding.call("take", self._split, request, retries=False)
-            if self._feeding.deaths > deaths:  # the next one compares what it reads with what was read
-                if not request.once:
-                    request = replace(request, mark=self.last_mark() or request.mark)
+            share = self._take(request)
+            if self._feeding.deaths > deaths:
+                request = self._from_last_mark(request)
                 continue
             if share is None:
                 raise LoaderError("the feeder serves a later generation of this run")
@@ -190,7 +192,8 @@ class FedSplit(Fed):
                 try:
                     return share, joined([p.load(self._columns) for p in share.parts]) if share.parts else ()
                 except _GONE:
-                    request = replace(request, lost=share.reading)
+                    self._further = ()
+                    request = replace(self._from_last_mark(request), lost=share.reading)
                 except ValueError as e:
                     raise JobError(f"job.dataset({self._split!r}): {e}") from e
             elif ray.is_initialized() and (why := ray_data.no_cpus()) is not None:  # since a run has grown
@@ -200,6 +203,23 @@ class FedSplit(Fed):
                     f"{self._split} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "
                     "again and again, or wait for CPUs"
                 )
+
+    def _take(self, request: Request) -> Share | None:
+        """Return a share that came with an earlier one, or ask the feeder. It is None if the feeder has died, too."""
+        asked = replace(request, position=0, keep=0, mark=None, lost=None)
+        if self._further and (asked, request.position) == self._follows and request.lost is None:
+            share, *further = self._further
+        else:
+            answer: Share | None = self._feeding.call("take", self._split, request, retries=False)
+            if answer is None:
+                return None
+            share, further = answer, [*answer.further]
+        self._further, self._follows = further, (asked, request.position + request.count)
+        return share
+
+    def _from_last_mark(self, request: Request) -> Request:
+        """Return the request by which a new feeder compares what it reads with what was read."""
+        return request if request.once else replace(request, mark=self.last_mark() or request.mark)
 
     def _columns(self, ref: Any) -> Mapping[str, Any]:
         if ref not in self._blocks:
@@ -245,8 +265,7 @@ class FedReader:
         back = (2 * self._feeding.assignment.plan.loader_processes + 3) * count
 
         def wanted(position: int) -> Request:
-            ahead = config.data.batches_ahead * count
-            return self._split.request(position, count, first, end, keep=self.position - back, ahead=ahead)
+            return self._split.request(position, count, first, end, keep=self.position - back)
 
         fits = self._fetched and replace(wanted(self.position), keep=0) == replace(
             self._fetched[0][0], keep=0, mark=None

@@ -90,15 +90,13 @@ class Feeder:
         repeats = not request.once
         with self._lock:
             key = (split, 0 if repeats else request.count)
-            feed = self._feeds.setdefault(
-                key,
-                Feed(
+            if key not in self._feeds:
+                self._feeds[key] = Feed(
                     functools.partial(self._source, split, count=request.count, repeats=repeats),
                     keep_bytes=0.0 if repeats else KEPT_BYTES,
                     store_bytes=ray_data.store_bytes(),
-                ),
-            )
-        return feed.take(request)
+                )
+        return self._feeds[key].take(request)
 
     def head(self, split: str, count: int) -> Sequence[Any] | ReadFailure:
         """Return the first samples of a split in its own order, ``count`` of them if there are so many."""
