@@ -57,6 +57,11 @@ class Feeding:
     def reassign(self, assignment: Assignment) -> None:
         self.assignment = assignment
 
+    @property
+    def waits_for_cpus(self) -> bool:
+        """Whether tasks can wait for CPUs that no new node will have."""
+        return ray.is_initialized() and not self.assignment.config.cluster.autoscaling
+
     def open(self, split: str) -> FedSplit | None:
         about: About = self.call("about", split)
         return FedSplit(self, split, about.length) if about.is_fed else None
@@ -120,8 +125,8 @@ class FedSplit(Fed):
     """See :class:`Fed`."""
 
     def __init__(self, feeding: Feeding, split: str, length: int | None):
+        self.name = split
         self._feeding = feeding
-        self._split = split
         self._length = length
         self._blocks: OrderedDict[Any, Mapping[str, Any]] = OrderedDict()
         self._types: dict[str, str] = {}
@@ -138,7 +143,7 @@ class FedSplit(Fed):
         found: Sequence[Any] = ()
         wanted = HEAD
         while True:
-            before, found = len(found), self._feeding.call("head", self._split, wanted)
+            before, found = len(found), self._feeding.call("head", self.name, wanted)
             yield from found.own()[before:] if isinstance(found, Columns) else found[before:]
             if len(found) < wanted:
                 return
@@ -195,12 +200,12 @@ class FedSplit(Fed):
                     self._further = ()
                     request = replace(self._from_last_mark(request), lost=share.reading)
                 except ValueError as e:
-                    raise JobError(f"job.dataset({self._split!r}): {e}") from e
-            elif ray.is_initialized() and (why := ray_data.no_cpus()) is not None:  # since a run has grown
-                self._feeding.warn(f"{self._split} data: {why}")
+                    raise JobError(f"job.dataset({self.name!r}): {e}") from e
+            elif self._feeding.waits_for_cpus and (why := ray_data.no_cpus()) is not None:  # since a run has grown
+                self._feeding.warn(f"{self.name} data: {why}")
             if time.monotonic() > deadline:
                 raise LoaderError(
-                    f"{self._split} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "
+                    f"{self.name} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "
                     "again and again, or wait for CPUs"
                 )
 
@@ -210,7 +215,7 @@ class FedSplit(Fed):
         if self._further and (asked, request.position) == self._follows and request.lost is None:
             share, *further = self._further
         else:
-            answer: Share | None = self._feeding.call("take", self._split, request, retries=False)
+            answer: Share | None = self._feeding.call("take", self.name, request, retries=False)
             if answer is None:
                 return None
             share, further = answer, [*answer.further]
@@ -239,10 +244,7 @@ class FedReader:
 
     Attributes:
         position: the samples before the next one.
-        resume_advice: empty, because the feeder says how it reads on.
     """
-
-    resume_advice = ""
 
     def __init__(self, split: FedSplit, feeding: Feeding):
         self.position = 0
@@ -280,8 +282,15 @@ class FedReader:
         self._last = share
         self.position += count
         if share.mark is not None:
-            self._recent.append((request, share.mark, samples))
+            self._recent.append((request, share.mark, samples if isinstance(samples, Columns) else ()))
         return samples
+
+    def first_read(self) -> tuple[int, str] | None:
+        """Return where the first samples of a stream are read if several nodes read it. See :class:`StreamReader`."""
+        if self._feeding.assignment.config.data.read != "node":
+            return None
+        found: tuple[int, str] | None = self._feeding.call("first_read", self._split.name)
+        return found
 
     def metrics(self) -> Mapping[str, Metric]:
         share = self._last
@@ -302,14 +311,11 @@ class FedReader:
         self.position = position
         return 0
 
-    def skip(self, count: int) -> None:
-        self.position += count
-
     def bookmark(self, position: int) -> Mark | None:
         """Return the mark of the last batch that ended at ``position`` or before, with a digest of its rows."""
         known = [entry for entry in list(self._recent) if entry[1].position <= position]
         if known:
-            request, mark, samples = max(known, key=lambda entry: entry[1].position)
+            request, mark, samples = max(known, key=lambda entry: (entry[1].position, entry[0].position))
             end = request.position + request.count
             whole = mark.position == end and isinstance(samples, Columns) and mark.state[ROW] >= request.count
             if whole and tells_position(samples):

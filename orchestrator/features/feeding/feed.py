@@ -31,10 +31,12 @@ class Source(Protocol):
     Attributes:
         notes: what the user should know about how they are read.
         sample_bytes: the size of a sample in the object store; 0 if it is not there, or not known yet.
+        first_read: the position and the digest of the first samples of a stream; None before these are read.
     """
 
     notes: list[str]
     sample_bytes: float
+    first_read: tuple[int, str] | None
 
     def read(self, mark: Mark | None, position: int) -> Generator[tuple[int, Chunk], None, None]:
         """Yield chunks with the positions where they begin; the first one has the sample at ``position``.
@@ -152,6 +154,11 @@ class Feed:
                     return self._failure
                 if not self._changed.wait(deadline - time.monotonic()):
                     return Share(parts=None, count=0, reading=self._reading, mark=None, notes=self._notes())
+
+    @property
+    def first_read(self) -> tuple[int, str] | None:
+        """See :class:`Source`."""
+        return None if self._source is None else self._source.first_read
 
     def close(self) -> None:
         """End reading. A later request begins it again."""
