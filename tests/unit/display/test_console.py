@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.files.golden import Golden, sections
+from helpers.machines.plans import plan_of
 from helpers.records.console_events import (
     FAILED,
     FINISHED,
@@ -21,12 +22,11 @@ from helpers.records.console_events import (
     point,
     printed,
 )
-from orchestrator.config.compose import compose
 from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
 from orchestrator.display.plain_text import duration, size, sparkline
 from orchestrator.display.report import errors_text, plan_table
-from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.planning.plan import Node
 from orchestrator.protocol.events import (
     ONLY_OWN,
     BestFound,
@@ -47,7 +47,6 @@ from orchestrator.protocol.events import (
     WorkerLost,
     Yielded,
 )
-from orchestrator.strategies import registry
 
 
 def test_metrics_line_is_self_contained() -> None:
@@ -269,13 +268,6 @@ def test_figures() -> None:
     assert sparkline([1, 1], unicode=True, from_zero=True) == "██"
 
 
-def plan_for(*overrides: str, nodes: tuple[Node, ...]) -> Plan:
-    errors: list[str] = []
-    config, _ = compose(list(overrides), errors, registry.config_class)
-    assert config is not None, errors
-    return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=False)
-
-
 def test_a_stop_promises_no_checkpoint_where_there_is_nothing_to_save() -> None:
     stop = StopRequested(time=START + 8, signal="SIGTERM")
     script, evaluates = replace(STARTED, steps=0), replace(STARTED, evaluates=True, resumed_from_step=40)
@@ -295,13 +287,13 @@ def test_a_stop_promises_no_checkpoint_where_there_is_nothing_to_save() -> None:
 
 def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what(golden: Golden) -> None:
     nodes = (Node(node_id="a", name="laptop", cpus=4, gpus=0),)
-    plan = plan_for("strategy=ddp", "train.global_batch_size=65", "strategy.num_workers=2", nodes=nodes)
+    plan = plan_of(nodes, "strategy=ddp", "train.global_batch_size=65", "strategy.num_workers=2")
     golden("plan/uneven-shares", plan_table(plan, nodes))
 
 
 def test_plan_table_summarises_many_workers_and_nodes(golden: Golden) -> None:
     nodes = tuple(Node(node_id=str(n), name=f"gpu-{n}", cpus=64, gpus=4) for n in range(16))
-    plan = plan_for("strategy=ddp", "train.global_batch_size=1050", nodes=nodes)
+    plan = plan_of(nodes, "strategy=ddp", "train.global_batch_size=1050")
     golden("plan/many-workers", plan_table(plan, nodes))
 
 
