@@ -24,7 +24,7 @@ from helpers.records.console_events import (
 )
 from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
-from orchestrator.display.plain_text import duration, size, sparkline
+from orchestrator.display.plain_text import duration, rate, size, sparkline
 from orchestrator.display.report import errors_text, plan_table
 from orchestrator.planning.plan import Node
 from orchestrator.protocol.events import (
@@ -264,6 +264,7 @@ def test_figures() -> None:
     assert [duration(s) for s in (0, 9.94, 9.96, 59.7, 185, 7500)] == ["0.0s", "9.9s", "10s", "1m00s", "3m05s", "2h05m"]
     assert [size(b) for b in (0, 999, 2_140_000, 5e15)] == ["0 B", "999 B", "2.14 MB", "5e+03 TB"]
     assert [size(b) for b in (999_499, 999_500, 999_999_999, 10**9)] == ["999 kB", "1 MB", "1 GB", "1 GB"]
+    assert [rate(r) for r in (4.25, 99.94, 999.6, 8310.2)] == ["4.25", "99.9", "1,000", "8,310"]
     assert sparkline([0, 1, 2, float("nan")], unicode=True) == "▁▅█?"
     assert sparkline([1, 1], unicode=True, from_zero=True) == "██"
 
