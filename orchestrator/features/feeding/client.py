@@ -38,6 +38,8 @@ HEAD = 64
 """How many of the first samples are read at once."""
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
 _POLL_S = 0.2
+_Fetched = tuple[Share, Sequence[Any], Sequence[Any]]
+"""A share, its samples as others may see them, and a copy that may be changed."""
 
 
 class Feeding:
@@ -253,9 +255,9 @@ class FedReader:
         self._feeding = feeding
         self._mark: Mark | None = None
         self._last: Share | None = None
-        self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque(maxlen=64)
+        self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feeding")
-        self._fetched: deque[tuple[Request, Future[tuple[Share, Sequence[Any]]]]] = deque()
+        self._fetched: deque[tuple[Request, Future[_Fetched]]] = deque()
 
     def read(self, count: int, *, first: int, end: int) -> Sequence[Any]:
         """Return the samples from number ``first`` up to, but not including, ``end`` of the next ``count``.
@@ -263,11 +265,10 @@ class FedReader:
         Raises:
             DataError, JobError: they cannot be read.
         """
-        config = self._feeding.assignment.config
-        back = (2 * self._feeding.assignment.plan.loader_processes + 3) * count
+        behind = 2 * self._feeding.assignment.plan.loader_processes + 3  # batches that may not have been trained with
 
         def wanted(position: int) -> Request:
-            return self._split.request(position, count, first, end, keep=self.position - back)
+            return self._split.request(position, count, first, end, keep=self.position - behind * count)
 
         fits = self._fetched and replace(wanted(self.position), keep=0) == replace(
             self._fetched[0][0], keep=0, mark=None
@@ -276,14 +277,20 @@ class FedReader:
             self._drop_fetched()
         while len(self._fetched) <= AHEAD:
             request = replace(wanted(self.position + len(self._fetched) * count), mark=self._mark)
-            self._fetched.append((request, self._pool.submit(self._split.fetch, request)))
+            self._fetched.append((request, self._pool.submit(self._fetch, request)))
         request, future = self._fetched.popleft()
-        share, samples = _result(future, config.recovery.loader_timeout_s)
+        share, samples, own = _result(future, self._feeding.assignment.config.recovery.loader_timeout_s)
         self._last = share
         self.position += count
         if share.mark is not None:
             self._recent.append((request, share.mark, samples if isinstance(samples, Columns) else ()))
-        return samples
+        while len(self._recent) > behind:
+            self._recent.popleft()
+        return own
+
+    def _fetch(self, request: Request) -> _Fetched:
+        share, samples = self._split.fetch(request)
+        return share, samples, samples.own() if isinstance(samples, Columns) else samples
 
     def first_read(self) -> tuple[int, str] | None:
         """Return where the first samples of a stream are read if several nodes read it. See :class:`StreamReader`."""
@@ -330,7 +337,7 @@ class FedReader:
         self._fetched.clear()
 
 
-def _result(future: Future[tuple[Share, Sequence[Any]]], timeout_s: float) -> tuple[Share, Sequence[Any]]:
+def _result(future: Future[_Fetched], timeout_s: float) -> _Fetched:
     """Return what has been fetched; a result may come late, because the feeder has begun anew."""
     try:
         return future.result(timeout=2 * timeout_s)
