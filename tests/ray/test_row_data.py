@@ -249,12 +249,25 @@ def test_rows_of_an_epoch_are_known_or_counted(folder: Path, kind: str, rows: in
         ("missing", "rows without a value in the column y; fill them in a function of the data"),
         ("types", "job.dataset('train'): rows of several schemas (x0: double, x1: float, "),
         ("schemas", "job.dataset('train'): rows of several schemas (Unable to merge: Field x0 has incompatible types"),
+        (
+            "wrong",
+            "train data, in a task of Ray Data: ValueError: The `fn` you passed to `map_batches` returned a value",
+        ),
+        ("unmade", "train data, in a task of Ray Data: RuntimeError: no vocabulary"),
+        ("crowded", "keeps actors, 5 of 1 CPU, for which the nodes have no room: 0 of the 4 CPUs of the cluster are"),
+        ("iterator", "job.dataset('train') returns a DataIteratorImpl; let it return a ray.data.Dataset"),
+        ("two", "job.dataset('train') returns a function that needs more; let it take the epoch alone"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(folder: Path, kind: str, message: str) -> None:
     with pytest.raises((DataError, JobError, ValueError)) as refused:
         taken(RowJob(kind=kind, folder=str(folder)), 2 * BATCH)
     assert message in str(refused.value)
+    assert "Traceback" not in str(refused.value)
+    if kind in ("failing", "wrong", "unmade"):
+        known = getattr(refused.value, "own_error", None)
+        assert known is not None, "it would come again"
+        assert known.comes_again
 
 
 def test_a_rank_refuses_blocks_of_several_kinds(folder: Path) -> None:
