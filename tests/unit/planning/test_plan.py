@@ -65,21 +65,6 @@ def test_auto_leaves_gpus_for_the_spares_and_completes_every_replica(
     assert plan_of(nodes, *words).world_size == workers
 
 
-@pytest.mark.parametrize(("words", "devices"), [([], 4), (["recovery.spares=1"], 2), (["recovery.spares=2"], 1)])
-def test_auto_gives_the_one_process_of_dp_the_gpus_of_the_largest_node(words: list[str], devices: int) -> None:
-    plan = plan_of(UNEVEN, "strategy=dp", "cluster.cpus_per_worker=0.5", *words)
-    assert (plan.world_size, plan.devices_per_worker, plan.gpus_per_worker) == (1, devices, devices)
-
-
-@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
-def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(strategy: str) -> None:
-    plan = plan_of(GPU_BOX, f"strategy={strategy}")
-    assert (plan.device, plan.mesh.num_workers, plan.gpus_per_worker) == ("cpu", 2, 0)
-    assert any(note.startswith(f"strategy={strategy} leaves the GPUs unused: its workers ") for note in plan.notes)
-    for nodes, word in ((LAPTOP, "cluster.device=auto"), (GPU_BOX, "cluster.device=cpu")):
-        assert not any("unused" in note for note in plan_of(nodes, f"strategy={strategy}", word, embedded=True).notes)
-
-
 @pytest.mark.parametrize(
     ("nodes", "words", "processes"),
     [
@@ -155,11 +140,6 @@ def test_cpus_of_different_nodes_do_not_add_up_to_one_worker() -> None:
 def test_a_gpu_without_enough_cpus_beside_it_is_no_room() -> None:
     nodes = (Node(node_id="a", name="a", cpus=2, gpus=8),)
     assert plan_of(nodes, "cluster.cpus_per_worker=0.25").world_size == 8
-
-
-def test_workers_that_share_memory_fit_on_one_node_with_their_spares() -> None:
-    nodes = tuple(Node(node_id=n, name=n, cpus=2, gpus=0) for n in "ab")
-    assert plan_of(nodes, "strategy=hogwild", "strategy.num_workers=2").one_node
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.1, 10), (0.3, 3), (0.5, 2), (0.2, 5), (0.0001, 10_000)])
