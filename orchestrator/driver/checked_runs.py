@@ -21,7 +21,7 @@ from orchestrator.config.overrides import choosing, quote_text, values, with_str
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver.auto.decision import Decision, chosen_before
+from orchestrator.driver.choosing import Choice, chooser
 from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
 from orchestrator.driver.nodes.node_reports import with_memory_here
@@ -38,9 +38,6 @@ from orchestrator.policy.elastic import Sizes
 from orchestrator.strategies import registry
 from orchestrator.strategies.external.job import Script
 
-AUTO = "auto"
-"""The strategy that chooses another one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
@@ -50,7 +47,7 @@ class CheckedRun:
         resume: the run to continue; None for a new one.
         seen: the directories of the runs that were searched for one to continue.
         sizes: None until the cluster is joined, if its nodes decide.
-        decision: how ``strategy=auto`` has chosen the strategy; None if it has not.
+        choice: how the strategy was chosen; None if it was given.
         source: another run, whose checkpoint this one begins with; None if there is none.
         notes: remarks for the user.
     """
@@ -64,14 +61,9 @@ class CheckedRun:
     warnings: tuple[str, ...]
     redactor: Redactor
     given: PickledJob | None
-    decision: Decision | None = None
+    choice: Choice | None = None
     source: Resume | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the strategy is still to be chosen."""
-        return self.config.strategy.name == AUTO
 
     @property
     def scripts(self) -> frozenset[Path]:
@@ -87,7 +79,7 @@ class CheckedRun:
 
     @property
     def max_cpus(self) -> float:
-        """The most CPUs of the run, and of those that ``strategy=auto`` measures, on a Ray of its own."""
+        """The most CPUs of the run, and of those that measure for a choice, on a Ray of its own."""
         assert self.sizes is not None
         options, largest = self.config.strategy, self.sizes.largest
         extra = registry.load(options.name).extra_processes(options, largest.world_size)
@@ -164,7 +156,7 @@ def this_machine() -> Node:
 
 
 def with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides of a run with ``strategy=auto`` that has made its choice; it keeps its name."""
+    """Return the overrides of a run with the strategy that was chosen for it; it keeps its name."""
     found = config.name is None and config.resume not in ("never", "auto")  # by another name than its own, maybe
     name = () if found or "name" in values(overrides) else (f"name={quote_text(config.run_name)}",)
     return (*with_strategy(overrides, chosen), *name)
@@ -228,9 +220,10 @@ def _check(
         resume = find_resume(config, tried, warnings=warnings, redactor=redactor, seen=seen, words=typed)
     if resume is not None and (kept := resume.run_dir.read_record().get("name")) is not None:
         config = replace(config, name=str(kept))
-    if resume is not None and config.strategy.name == AUTO:
-        if (chosen := chosen_before(resume.run_dir)) is None:
-            errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
+    if resume is not None and config.strategy.is_choice:
+        if (chosen := chooser().chosen_before(resume.run_dir)) is None:
+            reason = f"strategy={config.strategy.name} did not choose its strategy; give strategy=<name>"
+            errors.append(f"resume={config.resume}: {reason}")
             return None
         return _check(with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
     if resume is not None:
@@ -243,8 +236,8 @@ def _check(
     if source is not None and config.evaluate is not None:
         tracking = replace(config.tracking, log_model=False, log_dataset=False)
         config = replace(config, train=source.train, tracking=tracking)
-        if config.strategy.name == AUTO:
-            errors.append("strategy=auto: it measures training; choose another strategy for evaluate")
+        if config.strategy.is_choice:
+            errors.append(f"strategy={asked}: it measures training; choose another strategy for evaluate")
     if job is not None and (wrong := unknown_split(config.train.eval_splits, job.split_names)) is not None:
         errors.append(wrong)
     address = None if config.debug else cluster.target_address(config.cluster)
@@ -283,7 +276,7 @@ def _with_one_rank(config: Config) -> Config | None:
     def plan(config: Config, errors: list[str]) -> Sizes | None:
         return plan_sizes(config, None, here, errors, oversubscribe_cpus=True)
 
-    return None if config.strategy.name == AUTO else with_one_rank(config, plan)
+    return None if config.strategy.is_choice else with_one_rank(config, plan)
 
 
 def _paths_config(overrides: Sequence[str]) -> Config | None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
+from orchestrator import features
 from orchestrator.config.operation import TENSORBOARD, TrackingConfig
 from orchestrator.config.redact import Redactor
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
 from orchestrator.display.rate_finder import draw, find
-from orchestrator.display.run_end import choice_in_words, describe_run, run_page
+from orchestrator.display.run_end import describe_run, run_page
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
@@ -147,7 +148,7 @@ class RunEnding:
             record = self.run_dir.read_record()
             paragraphs = [
                 describe_run(record, summary, status=result.status, reason=result.reason),
-                choice_in_words(self.run_dir),
+                *(found.in_words(self.run_dir) for found in features.modules("run_words")),
             ]
             self.run_dir.update_record(description="\n\n".join(filter(None, paragraphs)))
 

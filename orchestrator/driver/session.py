@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from orchestrator import features
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
@@ -18,10 +20,10 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
-from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
-from orchestrator.driver.auto.decision import NotMeasuredError
+from orchestrator.driver.brief_runs import remove_run, shortened, without_samples
 from orchestrator.driver.checked_runs import CheckedRun, planned_on, with_choice, with_shared_cores
+from orchestrator.driver.choosing import Choice, NotMeasuredError, chooser
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.joined_ray import ray_of
@@ -49,7 +51,6 @@ from orchestrator.strategies import registry
 from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
-    from orchestrator.driver.auto.chooser import Chooser
     from orchestrator.driver.debug.debug_run import DebugRun
 
 
@@ -127,34 +128,31 @@ def run_all(
 
 
 def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], sweep: Sweep | None) -> None:
-    """Print the plan of each run; with ``strategy=auto``, the plan of the best prediction."""
-    from orchestrator.driver.forecasts import speed_note  # imports what only plans need
-
+    """Print the plan of each run; if its strategy is chosen, the plan of the best prediction."""
     for checked_run, sizes in planned:
         if sweep is not None:
             sweep.say(f"\n{sweep.title_of(checked_run.overrides)}")
         config = checked_run.config
-        if checked_run.is_auto:
-            decision = _chooser(launch, checked_run, sizes.initial).choose(measure=False)
-            print(decision.text)
-            sizes, config = decision.sizes, decision.config
-        print(plan_table(sizes.initial, launch.nodes))
-        speed = speed_note(config, checked_run.job, sizes.initial, launch.nodes)
-        for note in (*([speed] if speed else []), *tracking_note(checked_run.config)):
+        if config.strategy.is_choice:
+            choice = _choice(launch, checked_run, sizes.initial, measure=False)
+            print(choice.text)
+            sizes, config = choice.sizes, choice.config
+        plan = sizes.initial
+        print(plan_table(plan, launch.nodes))
+        predicted = [f.notes(config, checked_run.job, plan, launch.nodes) for f in features.modules("plan_notes")]
+        for note in (*itertools.chain.from_iterable(predicted), *tracking_note(checked_run.config)):
             print(f"  note: {note}")
         for warning in checked_run.warnings:
             print(f"  warning: {warning}")
 
 
-def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
-    """Return what chooses the strategy of ``checked_run``; ``plan``: on as many workers as it may have."""
-    from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
+def _choice(launch: _Launch, checked_run: CheckedRun, plan: Plan, *, measure: bool) -> Choice:
+    """Choose the strategy of ``checked_run``; ``plan``: on as many workers as it may have."""
 
     def run(config: Config, plan: Plan, job: Job) -> RunResult:
-        print(f"auto measures strategy={plan.strategy} on {count(plan.world_size, 'worker')}", flush=True)
         return _execute_briefly(launch, checked_run, config, plan, job, Silent())
 
-    return Chooser(
+    return chooser().choose(
         checked_run.config,
         checked_run.job,
         plan,
@@ -162,6 +160,7 @@ def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
         run,
         redactor=checked_run.redactor,
         oversubscribe_cpus=checked_run.embeds_ray,
+        measure=measure,
     )
 
 
@@ -185,8 +184,6 @@ def brief_runs(
 
     ``folder``: the directory below ``output_dir`` in which the runs are until they end.
     """
-    from orchestrator.driver.auto.brief_runs import remove_run, shortened, without_samples
-
     with CodeCache() as codes, ray_of([checked_run], None, codes) as (nodes, _):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=None)
         stop.exit_at_once = False
@@ -202,11 +199,11 @@ def brief_runs(
 
 
 def _chosen(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> tuple[CheckedRun, Sizes]:
-    """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
-    decision = _chooser(launch, checked_run, plan).choose()
-    print(decision.text, flush=True)
-    overrides = with_choice(checked_run.overrides, checked_run.config, decision.overrides)
-    return replace(checked_run, overrides=overrides, config=decision.config, decision=decision), decision.sizes
+    """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Choosing.choose`."""
+    choice = _choice(launch, checked_run, plan, measure=True)
+    print(choice.text, flush=True)
+    overrides = with_choice(checked_run.overrides, checked_run.config, choice.overrides)
+    return replace(checked_run, overrides=overrides, config=choice.config, choice=choice), choice.sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +229,7 @@ def _execute(
     started_at: float | None,
     console: Sink | None = None,
 ) -> RunResult:
-    """Execute one run, whose strategy is chosen first if it is ``auto``.
+    """Execute one run, whose strategy may have to be chosen first.
 
     Args:
         launch: what it shares with the other runs.
@@ -247,7 +244,7 @@ def _execute(
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     started_at = time.time() if started_at is None else started_at
-    if checked_run.is_auto and console is None:
+    if checked_run.config.strategy.is_choice and console is None:
         try:
             checked_run, sizes = _chosen(launch, checked_run, sizes.initial)
         except NotMeasuredError as e:
@@ -317,8 +314,8 @@ def _opened(
     add_job_metadata({"run_dir": run_dir.location})
     if not config.debug:
         enter_output(run_dir, redactor)
-    if checked_run.decision is not None:
-        checked_run.decision.write_to(run_dir)
+    if checked_run.choice is not None:
+        checked_run.choice.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     chosen = ChosenMetrics.of(config)
