@@ -202,7 +202,6 @@ def mesh_config(preset: str, **given: Any) -> MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-@dataclass(frozen=True, kw_only=True)
 class ScriptConfig(StrategyConfig):
     """The keys of ``script``."""
 
