@@ -24,6 +24,7 @@ from orchestrator.config.schema import Config
 from orchestrator.driver.choosing import Choice, chooser
 from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
+from orchestrator.driver.loops import Loop
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.debugging import ALONE, in_one_process, note_of, with_one_rank
@@ -31,7 +32,6 @@ from orchestrator.driver.preflight.epochs import few_evaluations, in_steps
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
 from orchestrator.driver.process import cluster
-from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
@@ -90,7 +90,7 @@ def check_all(
     runs: Sequence[Sequence[str]],
     redactor: Redactor | None = None,
     job: Job | type[Job] | None = None,
-    sweep: Sweep | None = None,
+    loop: Loop | None = None,
 ) -> list[CheckedRun]:
     """Check all runs, each given by its overrides, before the first one starts.
 
@@ -98,7 +98,7 @@ def check_all(
         runs: the overrides of each run.
         redactor: learns the secrets of all runs; None to use a new one.
         job: the job of all runs, if it is given as an object.
-        sweep: the sweep that the runs belong to, which may leave out runs with errors.
+        loop: executes the runs, and may leave out those with errors.
 
     Raises:
         ConfigError: with the errors of all of them.
@@ -111,25 +111,25 @@ def check_all(
         run_errors: list[str] = []
         checked_run = _check(overrides, address_error, run_errors, redactor, job)
         run_errors = list(dict.fromkeys(redactor.text(error) for error in placed(overrides, run_errors)))
-        if sweep is not None and run_errors and sweep.leaves_out(overrides, run_errors):
+        if loop is not None and run_errors and loop.leaves_out(overrides, run_errors):
             continue
         errors += run_errors
         if checked_run is not None:
             checked_runs.append(checked_run)
-    if sweep is not None and not checked_runs:
-        errors += sweep.errors
+    if loop is not None and not checked_runs:
+        errors += loop.errors
     if errors:
         raise ConfigError(errors)
     return checked_runs
 
 
 def planned_on(
-    nodes: tuple[Node, ...], checked_runs: Sequence[CheckedRun], sweep: Sweep | None
+    nodes: tuple[Node, ...], checked_runs: Sequence[CheckedRun], loop: Loop | None
 ) -> list[tuple[CheckedRun, Sizes]]:
     """Plan every run on the nodes of a cluster.
 
     Raises:
-        ConfigError: some runs do not fit them, and are not left out of a sweep.
+        ConfigError: some runs do not fit them, and are not left out.
     """
     errors: list[str] = []
     planned: list[tuple[CheckedRun, Sizes]] = []
@@ -138,10 +138,10 @@ def planned_on(
         sizes = plan_sizes(checked_run.config, checked_run.job, nodes, run_errors, oversubscribe_cpus=False)
         if sizes is not None and not run_errors:
             planned.append((checked_run, sizes))
-        elif sweep is None or not sweep.leaves_out(checked_run.overrides, run_errors):
+        elif loop is None or not loop.leaves_out(checked_run.overrides, run_errors):
             errors += run_errors
-    if sweep is not None and not planned:
-        errors += sweep.errors
+    if loop is not None and not planned:
+        errors += loop.errors
     if errors:
         raise ConfigError(errors)
     return planned

@@ -236,7 +236,7 @@ class RunEnding:
         if self.in_sweep:
             return tuple(commands)
         output = OutputDir.containing(self.run_dir)
-        if is_over or (result.summary.get("steps") and _may_compare(output)):
+        if features.paths("verbs/compare.py") and (is_over or (result.summary.get("steps") and _may_compare(output))):
             commands.append(compare_command(self.origin, output))
         commands += commands_for_page(self.tracking, self.origin)
         if not self.origin.remote and (self.run_dir.sinks / folder_of(TENSORBOARD)).is_dir():

@@ -27,6 +27,7 @@ from orchestrator.driver.choosing import Choice, NotMeasuredError, chooser
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.joined_ray import ray_of
+from orchestrator.driver.loops import Loop, PlannedRun
 from orchestrator.driver.preflight.record import command_line, open_run, settings_for_name
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
@@ -36,8 +37,6 @@ from orchestrator.driver.queue.queue_place import queue_entry
 from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
-from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
-from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
@@ -71,7 +70,7 @@ def run_all(
     checked_runs: Sequence[CheckedRun],
     stop: StopSignals,
     *,
-    sweep: Sweep | None = None,
+    loop: Loop | None = None,
     part_of: Mapping[str, str] | None = None,
     started_at: float | None = None,
     watcher: Sink | None = None,
@@ -80,14 +79,14 @@ def run_all(
 
     Args:
         checked_runs: what :func:`check_all` returned.
-        sweep: the sweep that the runs belong to.
+        loop: executes the runs; None for a single one.
         part_of: the id and name of the sweep in whose records the only run is, with its number; None to ask the process
             that has started this one.
         started_at: when the first run was requested, in seconds since the epoch; None for now.
         watcher: receives the events of the runs too.
 
     Returns:
-        The results of the runs that were started. In a sweep, a run that could not be started has none.
+        The results of the runs that were started. In a loop, a run that could not be started has none.
 
     Raises:
         ConfigError: the cluster cannot be joined, or a plan does not fit it; nothing was started.
@@ -98,10 +97,10 @@ def run_all(
     started_at = time.time() if started_at is None else started_at
     if part_of is None and (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
-    with CodeCache() as codes, ray_of(checked_runs, sweep, codes) as (nodes, planned):
+    with CodeCache() as codes, ray_of(checked_runs, loop, codes) as (nodes, planned):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=watcher)
         if checked_runs[0].config.plan:
-            _print_plans(launch, planned, sweep)
+            _print_plans(launch, planned, loop)
             return []
         stop.exit_at_once = False
         if stop.received is not None:
@@ -109,29 +108,21 @@ def run_all(
         resumed = [c.resume.run_dir for c in checked_runs if c.resume is not None]
         if not checked_runs[0].config.debug:  # which starts no process
             recover_orphans(output_dir(checked_runs[0].config), resumed=resumed)
-        if sweep is not None:
-            if (parallel := checked_runs[0].config.sweep.parallel) == "auto":
-                plans = [sizes.initial for _, sizes in planned]
-                parallel = 1 if checked_runs[0].embeds_ray else num_at_once(plans, nodes)
-            sweep.at_once = parallel
-            sweep.begin([checked_run.overrides for checked_run, _ in planned])
-        if sweep is not None and sweep.at_once > 1:
-            return run_side_by_side([checked_run.overrides for checked_run, _ in planned], sweep, stop)
-        if sweep is None:
+        if loop is None:
             ((checked_run, sizes),) = planned
             return [_execute(launch, checked_run, sizes, sweep=part_of, started_at=started_at)]
-        runs = [
-            (c.overrides, functools.partial(_execute, launch, c, sizes, started_at=None if number else started_at))
-            for number, (c, sizes) in enumerate(planned)
-        ]
-        return sweep.run_in_turn(runs, stop)
+        runs = []
+        for number, (c, sizes) in enumerate(planned):
+            execute = functools.partial(_execute, launch, c, sizes, started_at=None if number else started_at)
+            runs.append(PlannedRun(checked=c, sizes=sizes, execute=execute))
+        return loop.execute(runs, nodes, stop)
 
 
-def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], sweep: Sweep | None) -> None:
+def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], loop: Loop | None) -> None:
     """Print the plan of each run; if its strategy is chosen, the plan of the best prediction."""
     for checked_run, sizes in planned:
-        if sweep is not None:
-            sweep.say(f"\n{sweep.title_of(checked_run.overrides)}")
+        if loop is not None:
+            loop.say(f"\n{loop.title_of(checked_run.overrides)}")
         config = checked_run.config
         if config.strategy.is_choice:
             choice = _choice(launch, checked_run, sizes.initial, measure=False)

@@ -19,8 +19,8 @@ from helpers.servers.browser import CHROMIUM, Page, browser
 from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.display.comparison import read_run
-from orchestrator.display.comparison_analysis import Comparison
-from orchestrator.display.comparison_report import draw
+from orchestrator.features.sweep.comparison_analysis import Comparison
+from orchestrator.features.sweep.comparison_report import draw
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import checkpoint
 from orchestrator.state.train_state import TrainState

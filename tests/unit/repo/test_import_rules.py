@@ -49,7 +49,7 @@ RULES = {
                      "strategies.measure strategies.data strategies.update strategies",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
-    "display":      ("config planning protocol records",                                       ""),
+    "display":      ("features config planning protocol records",                              ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
@@ -82,13 +82,11 @@ RULES = {
                        "driver.queue driver.gang",                                             "ray"),
     "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
                        "driver.code driver.reporting driver.gang driver.run",                  ""),
-    "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
-                       "driver.preflight",                                                     ""),
     "driver":         ("features job config planning timeline protocol records compat state strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
-                       "driver.preflight driver.run driver.debug driver.sweep",    "torch ray"),
-    "verbs":          ("user_code storage config records strategies tracking display "
-                       "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
+                       "driver.preflight driver.run driver.debug",    "torch ray"),
+    "verbs":          ("features user_code storage config records strategies tracking display "
+                       "driver.process driver.reporting driver.queue driver.submit driver.preflight "
                        "driver",                                                               ""),
     "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy tracking display "
                        "worker.process worker.control driver.process driver.code driver.nodes driver.preflight driver "
@@ -101,6 +99,8 @@ RULES = {
     "features.auto":   ("job config planning records strategies policy display driver.process driver.preflight driver "
                        "features.plan features.plan.prediction",                               "torch"),
     "features.batch_size": ("config planning strategies display driver.process driver.preflight driver verbs", ""),
+    "features.sweep":  ("user_code storage config planning protocol records state strategies tracking display "
+                       "driver.process driver.preflight driver verbs",                         ""),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from helpers.files.golden import Golden
 from helpers.machines.plans import GPU_BOX, plan_of
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.checked_runs import check_all
-from orchestrator.driver.sweep.side_by_side import num_at_once
+from orchestrator.features.sweep.side_by_side import num_at_once
 
 CHILD = """
 import signal, sys

@@ -13,7 +13,7 @@ from orchestrator.config.overrides import expand_sweep
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.sweep.sweep import Sweep, open_sweep
+from orchestrator.features.sweep.sweep import Sweep, open_sweep, output_of
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.sweep_dir import all_sweeps
@@ -205,3 +205,10 @@ def test_secrets_are_in_no_record(tmp_path: Path) -> None:
     sweep.begin(runs)
     assert "hush" not in "".join(path.read_text() for path in sweep.directory.path.iterdir())
     assert "job.api_token=hush-hush-1234" in runs[0]
+
+
+def test_a_primary_file_of_the_user_may_say_where_the_runs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\noutput_dir: mine\n")
+    assert output_of(["--config-name=mine", "seed=1,2"]).path == tmp_path / "mine"

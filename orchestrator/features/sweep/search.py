@@ -23,7 +23,7 @@ from orchestrator.display.plain_text import count
 from orchestrator.display.report import errors_text
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.sweep.sweep import Sweep, output_of, resume_override
+from orchestrator.features.sweep.sweep import Sweep, output_of, resume_override
 from orchestrator.protocol.events import Event, MetricsLogged, RunStarted, Sink
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import read_metrics

@@ -10,13 +10,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from orchestrator.config.build import ConfigError
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.records.sweep_dir import carried, runs_of
+
+if TYPE_CHECKING:
+    from orchestrator.features.sweep.sweep import Sweep
 
 _POLL_S = 0.2
 

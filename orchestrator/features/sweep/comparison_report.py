@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.text import first_few, plain
-from orchestrator.display.comparison import ComparedRun, Curve
-from orchestrator.display.comparison_analysis import (
-    FINAL_LOSS,
-    RATE,
-    Comparison,
-    differences,
-    noise,
-    settings,
-    shared_baselines,
-    verdict,
-)
+from orchestrator.display.comparison import FINAL_LOSS, RATE, ComparedRun, Curve
 from orchestrator.display.plain_text import (
     TableColumn,
     bar,
@@ -34,7 +24,15 @@ from orchestrator.display.plain_text import (
     text_lines,
     total_width,
 )
-from orchestrator.display.ranking import ranking
+from orchestrator.features.sweep.comparison_analysis import (
+    Comparison,
+    differences,
+    noise,
+    settings,
+    shared_baselines,
+    verdict,
+)
+from orchestrator.features.sweep.ranking import ranking
 from orchestrator.protocol.core_metrics import CORE_METRICS, LOSS, SAMPLES_PER_S
 from orchestrator.protocol.metrics import Column, MetricRegistry, MetricSpec, Summary
 

@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestrator.config.text import first_few
-from orchestrator.display.comparison import NO_EFFECT, ComparedRun, Curve, configuration, mean_of, repeats, setting_text
+from orchestrator.display.comparison import (
+    NO_EFFECT,
+    RATE,
+    ComparedRun,
+    Curve,
+    configuration,
+    mean_of,
+    repeats,
+    setting_text,
+)
 from orchestrator.display.plain_text import number, rate
-from orchestrator.display.ranking import ranking
-from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S
+from orchestrator.features.sweep.ranking import ranking
 from orchestrator.protocol.metrics import describe_sharing
-
-RATE = SAMPLES_PER_S.summaries[0].key
-FINAL_LOSS = LOSS.summaries[0].key
 
 _CLOSE_SPEED = 0.05
 """Relative difference of speeds below which a single run of each may well be noise."""

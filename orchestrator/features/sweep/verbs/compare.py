@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, curve_of, read_run, run_of
-from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_report import draw, rows, table
 from orchestrator.display.plain_text import refuse, writable
+from orchestrator.features.sweep.comparison_analysis import Comparison, verdict
+from orchestrator.features.sweep.comparison_report import draw, rows, table
 from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch

@@ -5,30 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from orchestrator.config.redact import Redactor
 from orchestrator.driver.checked_runs import CheckedRun, check_all
 from orchestrator.driver.ending import commands_for_page
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.session import run_all
-from orchestrator.driver.sweep.search import Search
-from orchestrator.driver.sweep.sweep import Sweep
+from orchestrator.features.sweep.search import open_search
+from orchestrator.features.sweep.sweep import Sweep, open_sweep
 from orchestrator.protocol.events import Sink
 from orchestrator.records.lock import process_started_at
 from orchestrator.records.run_dir import RunDir
 from orchestrator.tracking.uploader import report_sweep
 
 
-def run_sweep(checked_runs: Sequence[CheckedRun], sweep: Sweep) -> int:
-    """Execute the runs of a sweep, compare them at the end, and upload the comparison. Raises like :func:`run_all`.
+def run_sweep(words: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
+    """Execute the runs of a sweep, compare them at the end, and upload the comparison.
+
+    Args:
+        words: the overrides as typed.
+        runs: the overrides of each run.
+        redactor: learns the secrets of all runs.
 
     Returns:
         The largest exit code of the runs.
+
+    Raises:
+        ConfigError, KeyboardInterrupt, SystemExit: see :func:`check_all` and :func:`run_all`.
     """
+    sweep, remaining = open_sweep(words, runs, redactor)
+    checked_runs = check_all(remaining, redactor, loop=sweep)
     results: list[RunResult] = []
     try:
         with StopSignals(owns_process=True) as stop:
-            results = run_all(checked_runs, stop, sweep=sweep, started_at=process_started_at())
+            results = run_all(checked_runs, stop, loop=sweep, started_at=process_started_at())
     finally:
         sweep.end()
     if results:
@@ -36,8 +47,13 @@ def run_sweep(checked_runs: Sequence[CheckedRun], sweep: Sweep) -> int:
     return sweep.exit_code
 
 
-def run_search(search: Search) -> int:
+def run_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
     """Execute the runs of a search, compare them at the end, and upload the comparison.
+
+    Args:
+        words: the overrides as typed.
+        preset: what the preset of the sweep sets.
+        redactor: learns the secrets of all runs.
 
     Returns:
         The exit code.
@@ -45,6 +61,7 @@ def run_search(search: Search) -> int:
     Raises:
         ConfigError, KeyboardInterrupt, SystemExit: see :meth:`Search.run` and :func:`run_all`.
     """
+    search = open_search(words, preset, redactor)
     ran: list[tuple[CheckedRun, RunResult]] = []
 
     def execute(overrides: Sequence[str], *, sweep: Mapping[str, str], watcher: Sink) -> RunResult:

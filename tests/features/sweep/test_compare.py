@@ -13,8 +13,8 @@ import pytest
 from helpers.files.golden import Golden
 from orchestrator.compare import main
 from orchestrator.display.comparison import read_curve, read_run
-from orchestrator.display.comparison_analysis import Comparison, labels
-from orchestrator.display.comparison_report import table
+from orchestrator.features.sweep.comparison_analysis import Comparison, labels
+from orchestrator.features.sweep.comparison_report import table
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal

@@ -2,14 +2,17 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.files.golden import Golden
-from orchestrator.display.comparison import ComparedRun, Curve, run_of
-from orchestrator.display.comparison_analysis import Comparison, differences, noise, settings, verdict
-from orchestrator.display.comparison_report import columns
+from orchestrator.display.comparison import ComparedRun, Curve, read_run, run_of
+from orchestrator.features.sweep.comparison_analysis import Comparison, differences, noise, settings, verdict
+from orchestrator.features.sweep.comparison_report import columns, table
+from orchestrator.protocol.metrics import Column, MetricSpec, Summary, to_record
+from orchestrator.records.run_dir import RunDir
 
 _numbers = itertools.count()
 
@@ -274,3 +277,21 @@ def test_the_rows_of_a_sweep_begin_with_the_best_by_its_own_metric(runs: list[Co
     assert ("best val/f1" in [c.heading for c in columns(as_given, unicode=True)]) == (
         len(runs) > 1 and all("best_val_f1" in r.summary and "sweep.trials" not in r.params for r in runs)
     )
+
+
+def test_a_declared_metric_has_a_column_if_a_run_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    summaries = (Summary(key="staleness_p50", derive="median", column=Column(heading="staleness")),)
+    spec = MetricSpec(name="async/staleness", reduce="max", format="{:.1f}", summaries=summaries)
+    runs = {name: RunDir(tmp_path / name) for name in ("12-30-01-old", "12-31-01-new")}
+    for run in runs.values():
+        run.path.mkdir()
+        run.update_record(strategy="hogwild", job="digits", summary={"final_loss": 0.5})
+    before = table(Comparison([read_run(run.path) for run in runs.values()]))
+    assert "staleness" not in before
+    runs["12-31-01-new"].update_record(summary={"final_loss": 0.5, "staleness_p50": 4.25}, metrics=[to_record(spec)])
+    text = table(Comparison([read_run(run.path) for run in runs.values()]))
+    headings = text.splitlines()[0].split()
+    assert headings == [*before.splitlines()[0].split()[:-3], "staleness", *before.splitlines()[0].split()[-3:]]
+    (new,) = (line.split() for line in text.splitlines() if line.startswith("12-31-01-new"))
+    assert "4.2" in new

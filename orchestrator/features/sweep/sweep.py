@@ -9,10 +9,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import compose
@@ -20,14 +19,17 @@ from orchestrator.config.overrides import choosing, masked, values
 from orchestrator.config.redact import Redactor
 from orchestrator.config.text import path_override, plain, settings_of
 from orchestrator.display.comparison import ComparedRun, CompareError, read_run
-from orchestrator.display.comparison_analysis import Comparison, verdict
-from orchestrator.display.comparison_report import draw, markdown, table
 from orchestrator.display.plain_text import count, duration, writable
 from orchestrator.display.report import errors_text
+from orchestrator.driver.loops import Execute, PlannedRun
 from orchestrator.driver.preflight.run_config import absolute_paths, output_dir
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
+from orchestrator.features.sweep.comparison_analysis import Comparison, verdict
+from orchestrator.features.sweep.comparison_report import draw, markdown, table
+from orchestrator.features.sweep.side_by_side import num_at_once, run_side_by_side
+from orchestrator.planning.plan import Node
 from orchestrator.records.output_dir import OutputDir, fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.sweep_dir import SweepDir, all_sweeps, runs_of
@@ -41,12 +43,6 @@ NOT_STARTED = 2
 
 FAILED = 1
 """The exit code of a run that an error in the orchestrator has ended."""
-
-
-class Execute(Protocol):
-    """Executes one run, which is recorded as a part of ``sweep``."""
-
-    def __call__(self, *, sweep: Mapping[str, str] | None) -> RunResult: ...
 
 
 @dataclass(kw_only=True)
@@ -129,6 +125,18 @@ class Sweep:
         """Return the number of a run in the sweep and what distinguishes it: ``run 2: strategy=ddp``."""
         number = self._number(overrides)
         return f"run {number}: {self._run_name(number)}"
+
+    def execute(self, runs: Sequence[PlannedRun], nodes: Sequence[Node], stop: StopSignals) -> list[RunResult]:
+        """Execute the runs one after another, or as many at once as ``sweep.parallel`` says."""
+        first = runs[0].checked
+        parallel = first.config.sweep.parallel
+        if parallel == "auto":
+            parallel = 1 if first.embeds_ray else num_at_once([run.sizes.initial for run in runs], nodes)
+        self.at_once = parallel
+        self.begin([run.checked.overrides for run in runs])
+        if self.at_once > 1:
+            return run_side_by_side([run.checked.overrides for run in runs], self, stop)
+        return self.run_in_turn([(run.checked.overrides, run.execute) for run in runs], stop)
 
     def run_in_turn(self, runs: Iterable[tuple[Sequence[str], Execute]], stop: StopSignals) -> list[RunResult]:
         """Execute runs, given by their overrides, one after another. After a signal no other starts.

@@ -16,7 +16,7 @@ from orchestrator.config.overrides import Choices, Interval, example, is_search,
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.sweep.search import NONE_FINISHED, Search, Trial, open_search
+from orchestrator.features.sweep.search import NONE_FINISHED, Search, Trial, open_search
 from orchestrator.protocol.events import MetricsLogged, RunStarted, Sink
 from orchestrator.records.journal import Journal
 from orchestrator.records.run_dir import RunDir
