@@ -62,16 +62,13 @@ RULES = {
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
     "features.feeding": ("user_code job config protocol compat strategies.data worker worker.data", "ray"),
-    "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
+    "driver.process": ("features user_code config planning timeline protocol records compat policy", "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
                        "driver.process",                                                       "ray"),
     "driver.reporting": ("storage config protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
                        "driver.process driver.code",                                           "ray"),
-    "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
-    "driver.submit":  ("config records compat display driver.process driver.code "
-                       "driver.reporting",                                                     "ray"),
     "driver.preflight": ("user_code job storage config planning records compat state strategies "
                        "strategies.data strategies.update policy tracking driver.process "
                        "driver.code",                                                          "torch"),
@@ -79,14 +76,14 @@ RULES = {
                        "driver.nodes",                                                         "ray"),
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "
                        "worker.process worker.control worker driver.process driver.code driver.reporting driver.nodes "
-                       "driver.queue driver.gang",                                             "ray"),
+                       "driver.gang",                                             "ray"),
     "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
                        "driver.code driver.reporting driver.gang driver.run",                  ""),
     "driver":         ("features job config planning timeline protocol records compat state strategies "
-                       "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
+                       "policy tracking display driver.process driver.code driver.reporting driver.nodes "
                        "driver.preflight driver.run driver.debug",    "torch ray"),
     "verbs":          ("features user_code storage config records strategies tracking display "
-                       "driver.process driver.reporting driver.queue driver.submit driver.preflight "
+                       "driver.process driver.reporting driver.preflight "
                        "driver",                                                               ""),
     "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy tracking display "
                        "worker.process worker.control driver.process driver.code driver.nodes driver.preflight driver "
@@ -101,6 +98,10 @@ RULES = {
     "features.batch_size": ("config planning strategies display driver.process driver.preflight driver verbs", ""),
     "features.sweep":  ("user_code storage config planning protocol records state strategies tracking display "
                        "driver.process driver.preflight driver verbs",                         ""),
+    "features.queue":  ("config storage planning protocol records compat policy display driver.process verbs",
+                                                                                               "ray"),
+    "features.submit": ("job config compat records strategies tracking display driver.process driver.code "
+                       "driver.reporting driver.preflight verbs",                              "ray"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip

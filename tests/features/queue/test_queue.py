@@ -8,9 +8,8 @@ import pytest
 
 from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
-from orchestrator.display.run_list import order_notes, queue_table
-from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
-from orchestrator.policy.queue_order import (
+from orchestrator.features.queue.entries import NodeResources, QueueEntry
+from orchestrator.features.queue.queue_order import (
     ClusterState,
     NodeState,
     find_entries,
@@ -22,7 +21,8 @@ from orchestrator.policy.queue_order import (
     victims,
     why_waiting,
 )
-from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
+from orchestrator.features.queue.run_queue import SETTLE_S, STALE_S, RunQueue
+from orchestrator.features.queue.shown import order_notes, queue_table
 from orchestrator.queue import main
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}
