@@ -32,6 +32,7 @@ from orchestrator.driver.preflight.epochs import few_evaluations, in_steps
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
 from orchestrator.driver.process import cluster
+from orchestrator.driver.process.uploads import unmet_keys
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
@@ -193,7 +194,7 @@ def _check(
         config = replace(config, job=replace(config.job, fields=plain_fields(job)))
     paths = config or _paths_config(overrides)
     if paths is not None:
-        errors += environment_errors(absolute_paths(paths))
+        errors += [*unmet_keys(values(overrides)), *environment_errors(absolute_paths(paths))]
     if config is None:
         return None
     config = absolute_paths(config)

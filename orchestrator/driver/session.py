@@ -28,12 +28,14 @@ from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_j
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.joined_ray import ray_of
 from orchestrator.driver.loops import Loop, PlannedRun
+from orchestrator.driver.orphans import recover_orphans
 from orchestrator.driver.preflight.record import command_line, open_run, settings_for_name
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
 from orchestrator.driver.process.run_context import EventStream, RunContext, RunResult, RunSpec, Silent
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
 from orchestrator.driver.process.turns import turns_of
+from orchestrator.driver.process.uploads import Uploader, tracking
 from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
@@ -47,7 +49,6 @@ from orchestrator.records.lock import end_with_parent
 from orchestrator.records.run_search import active_namesakes, namesake_warning
 from orchestrator.records.sweep_dir import membership
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
     from orchestrator.driver.debug.debug_run import DebugRun
@@ -340,7 +341,7 @@ def _opened(
         known_namesakes=frozenset(namesakes),
     )
     runs_script = registry.load(config.strategy.name).runs_script
-    uploader = Uploader.start(run_dir, config.tracking, redactor.secrets, shared=runs_script)
+    uploader = tracking().start(run_dir, config.tracking, redactor.secrets, shared=runs_script)
     resume_command = command_line(
         (*checked_run.overrides, path_override("resume", run_dir.location)), redactor, job=as_job, origin=origin
     )

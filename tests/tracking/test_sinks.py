@@ -20,13 +20,13 @@ from helpers.records.tracked_runs import end, expected, follower_of, history, lo
 from helpers.records.tracked_runs import tracking as tracking_to
 from orchestrator.config.operation import SINKS as SINKS_BY_WORD
 from orchestrator.config.operation import TENSORBOARD, TrackingConfig
+from orchestrator.features.tracking.sinks import Sinks, load_sink, sink_problem
+from orchestrator.features.tracking.uploader import RunUploader
+from orchestrator.features.tracking.wandb import nested, sync_command, why_unusable
 from orchestrator.protocol.events import Continued
+from orchestrator.records.ended_runs import final_ending
 from orchestrator.records.journal import Ending, Journal, Point
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.sinks import Sinks, load_sink, sink_problem
-from orchestrator.tracking.transfer import final_ending
-from orchestrator.tracking.uploader import Uploader
-from orchestrator.tracking.wandb import nested, sync_command, why_unusable
 
 SINKS = """
 import os
@@ -88,7 +88,7 @@ def tracking(uri: str | None, *sinks: str, tensorboard: bool = False) -> Trackin
 def finished(tmp_path: Path, config: TrackingConfig) -> tuple[RunDir, Any]:
     """A run of five steps, with a sample at the third, whose uploads have ended."""
     run_dir = new_run(tmp_path, config.uri, params={"job.lr": 0.1, "job.password": "hunter2"})
-    uploader = Uploader.start(run_dir, config)
+    uploader = RunUploader.start(run_dir, config)
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 6))
@@ -134,7 +134,7 @@ def test_a_sink_that_ends_its_process_costs_mlflow_nothing(tmp_path: Path, uri: 
 def test_sinks_need_no_server_and_a_follower_that_is_killed_leaves_no_step_twice(tmp_path: Path, on_path: None) -> None:
     config = replace(tracking(None, "my_sinks.Plain"), upload_every_s=0.1)
     run_dir = new_run(tmp_path, None, params={"job.password": "hunter2"})
-    uploader = Uploader.start(run_dir, config)
+    uploader = RunUploader.start(run_dir, config)
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 4))
@@ -156,7 +156,7 @@ def test_sinks_need_no_server_and_a_follower_that_is_killed_leaves_no_step_twice
 @pytest.mark.campaign
 def test_a_follower_whose_upload_dies_is_replaced_with_its_sinks(tmp_path: Path, uri: str, on_path: None) -> None:
     run_dir = new_run(tmp_path, uri, params={"job.password": "hunter2"})
-    uploader = Uploader.start(run_dir, replace(tracking(uri, "my_sinks.Plain"), upload_every_s=60))
+    uploader = RunUploader.start(run_dir, replace(tracking(uri, "my_sinks.Plain"), upload_every_s=60))
     journal = Journal(run_dir)
     start(journal)
     follower = wait_for(lambda: follower_of(run_dir))

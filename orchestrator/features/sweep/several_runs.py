@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.checked_runs import CheckedRun, check_all
-from orchestrator.driver.ending import commands_for_page
 from orchestrator.driver.process.origin import this_origin
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.uploads import tracking, tracking_keys
 from orchestrator.driver.session import run_all
 from orchestrator.features.sweep.search import open_search
 from orchestrator.features.sweep.sweep import Sweep, open_sweep
 from orchestrator.protocol.events import Sink
 from orchestrator.records.lock import process_started_at
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.uploader import report_sweep
 
 
 def run_sweep(words: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
@@ -81,10 +80,10 @@ def run_search(words: Sequence[str], preset: Mapping[str, str], redactor: Redact
 def _publish(sweep: Sweep, checked_run: CheckedRun, last: RunResult) -> None:
     """Upload the comparison of a sweep, and link to it; ``last`` is a result of ``checked_run`` or of a later run."""
     try:
-        report_sweep(RunDir(last.run_dir), checked_run.config.tracking, tuple(checked_run.redactor.secrets))
+        tracking().report_sweep(RunDir(last.run_dir), checked_run.config.tracking, tuple(checked_run.redactor.secrets))
     except ValueError as e:
         sweep.say(f"warning: the comparison is not uploaded: {e}")
-    for command in commands_for_page(checked_run.config.tracking, this_origin()):
+    for command in tracking_keys().page_commands(checked_run.config.tracking, this_origin()):
         sweep.say(f"next: {command}")
     if page := last.summary.get("mlflow_page"):
         sweep.say(f"charts: {page}")

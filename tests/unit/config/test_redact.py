@@ -31,11 +31,11 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override
 from orchestrator.driver.preflight.run_config import plain_fields
+from orchestrator.features.tracking.transfer import Cursor
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.strategies import registry
-from orchestrator.tracking.transfer import Cursor
 
 
 @pytest.mark.parametrize(

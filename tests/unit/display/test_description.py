@@ -13,8 +13,8 @@ from helpers.files.golden import Golden
 from jobs.digits import Digits
 from orchestrator.display.run_end import describe_run, run_page
 from orchestrator.driver.preflight.record import source_of
+from orchestrator.features.tracking.views import COMPARE, page, run_name, run_tags
 from orchestrator.strategies.external.job import Script
-from orchestrator.tracking.views import COMPARE, page, run_name, run_tags
 
 MESH = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "num_shards": 0}
 RECORD: dict[str, Any] = {

@@ -48,7 +48,6 @@ RULES = {
     "features.asynchronous": ("user_code job config planning protocol compat state model model.stages "
                      "strategies.measure strategies.data strategies.update strategies",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
-    "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("features config planning protocol records",                              ""),
     "worker.process": ("storage protocol records",                                             "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
@@ -70,22 +69,22 @@ RULES = {
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
                        "driver.process driver.code",                                           "ray"),
     "driver.preflight": ("user_code job storage config planning records compat state strategies "
-                       "strategies.data strategies.update policy tracking driver.process "
+                       "strategies.data strategies.update policy driver.process "
                        "driver.code",                                                          "torch"),
     "driver.gang":    ("planning protocol compat policy worker.process worker driver.process driver.code "
                        "driver.nodes",                                                         "ray"),
-    "driver.run":     ("storage planning protocol records state strategies policy tracking display "
+    "driver.run":     ("storage planning protocol records state strategies policy display "
                        "worker.process worker.control worker driver.process driver.code driver.reporting driver.nodes "
                        "driver.gang",                                             "ray"),
-    "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
+    "driver.debug":   ("user_code planning protocol strategies policy display worker driver.process "
                        "driver.code driver.reporting driver.gang driver.run",                  ""),
     "driver":         ("features job config planning timeline protocol records compat state strategies "
-                       "policy tracking display driver.process driver.code driver.reporting driver.nodes "
+                       "policy display driver.process driver.code driver.reporting driver.nodes "
                        "driver.preflight driver.run driver.debug",    "torch ray"),
-    "verbs":          ("features user_code storage config records strategies tracking display "
+    "verbs":          ("features user_code storage config records strategies display "
                        "driver.process driver.reporting driver.preflight "
                        "driver",                                                               ""),
-    "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy tracking display "
+    "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy display "
                        "worker.process worker.control driver.process driver.code driver.nodes driver.preflight driver "
                        "verbs",                                                                "torch ray"),
     "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
@@ -96,11 +95,12 @@ RULES = {
     "features.auto":   ("job config planning records strategies policy display driver.process driver.preflight driver "
                        "features.plan features.plan.prediction",                               "torch"),
     "features.batch_size": ("config planning strategies display driver.process driver.preflight driver verbs", ""),
-    "features.sweep":  ("user_code storage config planning protocol records state strategies tracking display "
-                       "driver.process driver.preflight driver verbs",                         ""),
+    "features.tracking": ("storage config planning protocol records display driver.process",   "(mlflow) (torch)"),
+    "features.sweep":  ("user_code storage config planning protocol records state strategies display "
+                       "driver.process driver.preflight driver verbs features features.tracking", ""),
     "features.queue":  ("config storage planning protocol records compat policy display driver.process verbs",
                                                                                                "ray"),
-    "features.submit": ("job config compat records strategies tracking display driver.process driver.code "
+    "features.submit": ("job config compat records strategies display driver.process driver.code "
                        "driver.reporting driver.preflight verbs",                              "ray"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
@@ -110,8 +110,12 @@ RULES = {
 KNOWS = {
     ("config", "hydra"): {"config.overrides", "config.compose"},
     ("config", "omegaconf"): {"config.compose", "config.recorded_config"},
-    ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
-    ("tracking", "torch"): {"tracking.sinks"},
+    ("features.tracking", "mlflow"): {
+        "features.tracking.mlflow",
+        "features.tracking.mlflow_sweep",
+        "features.tracking.mlflow_model",
+    },
+    ("features.tracking", "torch"): {"features.tracking.sinks"},
     ("features.export", "mlflow"): {"features.export.loader"},
     ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
     ("compat", "ray"): {
@@ -247,7 +251,7 @@ FEATURES = "orchestrator.features."
 STRATEGIES = r"orchestrator\.features\.\w+\.strategies"
 """The modules that the registry of strategies imports."""
 # The modules of the core that name a feature, in a text, to import it if a run asks for it.
-DOORS = {"strategies.data.datasets": {"feeding"}, "tracking.exports": {"export"}}
+DOORS = {"strategies.data.datasets": {"feeding"}}
 
 
 def test_the_core_imports_no_feature_by_name() -> None:
@@ -375,7 +379,7 @@ def test_each_room_of_the_strategies_has_modules() -> None:
         ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),
         ("jobs.digits", {"torch"}, "a job is plain torch"),
         ("jobs.gpt", {"torch"}, "a job is plain torch"),
-        ("orchestrator.tracking.follower", set(), "the uploading process starts quickly and is small"),
+        ("orchestrator.features.tracking.follower", set(), "the uploading process starts quickly and is small"),
         ("orchestrator.driver.session", {"torch", "ray", "hydra", "omegaconf"}, "MLflow's slow import delays no start"),
     ],
 )

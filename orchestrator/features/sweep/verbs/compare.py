@@ -13,7 +13,9 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from orchestrator import features
 from orchestrator.display.comparison import CURVE_METRICS, ComparedRun, CompareError, curve_of, read_run, run_of
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.features.sweep.comparison_analysis import Comparison, verdict
@@ -22,9 +24,10 @@ from orchestrator.records.output_dir import fetch
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
 from orchestrator.run_verbs import run_verb
-from orchestrator.tracking.mlflow_runs import TrackedRun, newest_runs
-from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
 from orchestrator.verb_options import add_run_search, finite, positive
+
+if TYPE_CHECKING:
+    from orchestrator.features.tracking.mlflow_runs import TrackedRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,11 +164,16 @@ def _sweep_runs(runs: Iterable[RunDir], sweep: str) -> list[RunDir]:
 
 
 def _tracked_runs(options: argparse.Namespace) -> list[ComparedRun]:
+    if not features.paths("mlflow_runs.py"):
+        raise CompareError("--mlflow: this installation reads no MLflow server; leave it out")
+    from orchestrator.features.tracking.mlflow_runs import newest_runs
+    from orchestrator.features.tracking.uri import absolute_uri, redact_uri, validate_uri
+
     if error := validate_uri(options.mlflow):
         raise CompareError(f"--mlflow: {error}")
     uri = absolute_uri(options.mlflow, Path.cwd())
     try:
-        found = [_of_server(run, uri) for run in newest_runs(uri, most=options.last, sweep=options.sweep)]
+        found = [_of_server(run, redact_uri(uri)) for run in newest_runs(uri, most=options.last, sweep=options.sweep)]
     except Exception as e:  # of any type: MLflow, database drivers, HTTP
         raise _ServerError(f"{redact_uri(uri)}: {type(e).__name__}: {redact_uri(str(e))}") from None
     if not found:
@@ -177,7 +185,7 @@ def _tracked_runs(options: argparse.Namespace) -> list[ComparedRun]:
 
 def _of_server(run: TrackedRun, uri: str) -> ComparedRun:
     name = f"{run.record['name']} {run.run_id[:8]}"
-    location = f"{redact_uri(uri)}/{run.run_id}"
+    location = f"{uri}/{run.run_id}"
     return run_of(run.record, name=name, location=location, curve=lambda: curve_of(run.points(*CURVE_METRICS)))
 
 

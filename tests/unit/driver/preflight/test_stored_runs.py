@@ -22,6 +22,8 @@ from orchestrator.driver.preflight.run_config import absolute_paths, environment
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
+from orchestrator.features.tracking.pending_uploads import note_pending
+from orchestrator.features.tracking.uploader import RunUploader, uploads_to_resume
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Event, Warned
 from orchestrator.records import lease as leases
@@ -35,8 +37,6 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
 from orchestrator.storage.remote import Remote
 from orchestrator.strategies import registry
-from orchestrator.tracking.pending_uploads import note_pending
-from orchestrator.tracking.uploader import Uploader, uploads_to_resume
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
@@ -221,7 +221,7 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
         plan=make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True),
         run_dir=run_dir,
         tracking=config.tracking,
-        uploader=Uploader.start(run_dir, config.tracking),
+        uploader=RunUploader.start(run_dir, config.tracking),
         records=RecordUpload(run_dir, Lease(run_dir), config.storage, Redactor()),
         journal=journal,
         events=EventStream([console], Redactor(), journal=journal),

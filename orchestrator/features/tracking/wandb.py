@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from orchestrator.features.tracking.views import run_name
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import OF_NO_ATTEMPT, Point, Sample
-from orchestrator.tracking.views import run_name
 
 if TYPE_CHECKING:
     from wandb import Settings
@@ -24,7 +24,7 @@ _EXIT_CODES = {"FINISHED": 0, "PRUNED": 0, "KILLED": 255}
 
 
 class Wandb:
-    """The :class:`~orchestrator.tracking.sinks.TrackingSink` that writes a run of W&B, whose step is ours.
+    """The :class:`~orchestrator.features.tracking.sinks.TrackingSink` that writes a run of W&B, whose step is ours.
 
     The variables of W&B decide what they name, such as ``WANDB_MODE``, ``WANDB_PROJECT`` and ``WANDB_ENTITY``. The id
     is that of the run, so that a run that is resumed continues. W&B can take nothing back: of steps that it has, it

@@ -16,13 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from orchestrator.features.tracking import mlflow_model, mlflow_sweep, views
+from orchestrator.features.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
+from orchestrator.features.tracking.views import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 from orchestrator.records.journal import Ending, Point, Sample
 from orchestrator.records.lock import locked
 from orchestrator.records.storable_names import storable_name, storable_text
 from orchestrator.records.sweep_dir import REPORT
-from orchestrator.tracking import mlflow_model, mlflow_sweep, views
-from orchestrator.tracking.uri import sqlite_path, sqlite_uri, uri_for_mlflow, web_page
-from orchestrator.tracking.views import DESCRIPTION, MAX_NAME_LENGTH, UID_TAG, run_name, run_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.features.tracking.views import MAX_LENGTH
 from orchestrator.records.storable_names import storable, storable_text
-from orchestrator.tracking.views import MAX_LENGTH
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -12,10 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.features.tracking.mlflow import MlflowBackend
+from orchestrator.features.tracking.transfer import Transfer, read_cursor
+from orchestrator.records.ended_runs import exclusive, final_ending
 from orchestrator.records.journal import Ending
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, read_cursor
 
 EXPORT_TIMEOUT_S = 300.0
 _MODULE = "orchestrator.features.export"

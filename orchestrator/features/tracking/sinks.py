@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.config.operation import SINKS
 from orchestrator.config.redact import Redactor
+from orchestrator.features.tracking.transfer import masked_copies
 from orchestrator.protocol.metrics import summary_value
 from orchestrator.records.journal import (
     OF_NO_ATTEMPT,
@@ -30,11 +30,11 @@ from orchestrator.records.journal import (
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.storable_names import storable
-from orchestrator.tracking.transfer import masked_copies
 
 _LINES_AT_ONCE = 500
 _ERRORS = "errors.json"
-_WORDS = {path: word for word, path in SINKS.items()}
+_PATHS = {"tensorboard": f"{__name__}.TensorBoard", "wandb": f"{__package__}.wandb.Wandb"}
+"""The import paths of the sinks that have a word of their own."""
 _METHODS = ("log_points", "log_sample", "close")
 
 
@@ -61,12 +61,12 @@ class TrackingSink(Protocol):
 
 
 def load_sink(path: str) -> type[TrackingSink]:
-    """Return the class with the import path ``path``.
+    """Return the class with the import path, or the word, ``path``.
 
     Raises:
         ValueError: it cannot be imported, or lacks a method.
     """
-    module, _, name = path.rpartition(".")
+    module, _, name = _PATHS.get(path, path).rpartition(".")
     try:
         sink = getattr(importlib.import_module(module), name)
     except Exception as e:  # of any type: the user's module runs
@@ -97,7 +97,7 @@ def record_problems(run_dir: RunDir, errors: Mapping[str, str]) -> None:
 
 
 class Sinks:
-    """The sinks of one run, by import path. Hold the lock of ``sinks`` while using it.
+    """The sinks of one run, by import path or word. Hold the lock of ``sinks`` while using it.
 
     Args:
         secrets: texts to mask in what the sinks receive, besides those in the environment of this process.
@@ -126,7 +126,7 @@ class Sinks:
                 problem = e
                 feed.begin_again()
                 text = self._redactor.text(f"{type(e).__name__}: {e}")
-                errors[_WORDS.get(path, path)] = (text.splitlines() or [""])[0][:500]
+                errors[path] = (text.splitlines() or [""])[0][:500]
         if errors != self._errors:
             self._errors = errors
             record_problems(self._run_dir, errors)
@@ -205,7 +205,7 @@ def _is_of_no_attempt(name: str) -> bool:
 
 
 def folder_of(path: str) -> str:
-    """Return the name of the folder of the sink with this import path."""
+    """Return the name of the folder of the sink with this import path or word."""
     return path.rpartition(".")[2].lower()
 
 

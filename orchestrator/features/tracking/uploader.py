@@ -16,20 +16,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import orchestrator
 from orchestrator.config.operation import TrackingConfig
+from orchestrator.driver.process.uploads import Upload
+from orchestrator.features.tracking import transfer
+from orchestrator.features.tracking.follower import FollowerOptions
+from orchestrator.features.tracking.pending_uploads import note_pending, pending_runs
+from orchestrator.features.tracking.sinks import record_problems, sink_problem
+from orchestrator.features.tracking.uri import is_redacted
+from orchestrator.records.ended_runs import exclusive, final_ending
 from orchestrator.records.lock import this_process
-from orchestrator.records.output_dir import OutputDir, is_present, push_records
+from orchestrator.records.output_dir import OutputDir, is_present
 from orchestrator.records.run_dir import ACTIVE_STATES, RunDir
-from orchestrator.tracking import transfer
-from orchestrator.tracking.follower import FollowerOptions
-from orchestrator.tracking.pending_uploads import note_pending, pending_runs
-from orchestrator.tracking.sinks import record_problems, sink_problem
-from orchestrator.tracking.uri import is_redacted
 
 _REAP_TIMEOUT_S = 10.0
 _MAX_RESTARTS = 3
@@ -39,32 +41,7 @@ _RECORDED = ("uri", "request_timeout_s", "flush_timeout_s", "background_timeout_
 """What the record of a run has of the options."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upload:
-    """What the tracking server has of a run.
-
-    Attributes:
-        page: the address of the page that compares it with others; None if there is none.
-        uploaded: how many values of metrics the server has.
-        missing: how many values it lacks.
-        complete: whether the server has every value, the final status and the artifacts.
-        in_progress: a process goes on with the upload.
-        error: why the last attempt failed; None if it did not.
-    """
-
-    run_id: str | None
-    page: str | None
-    uploaded: int
-    missing: int
-    complete: bool
-    in_progress: bool
-    error: str | None
-
-
-_NOTHING_TO_UPLOAD = Upload(run_id=None, page=None, uploaded=0, missing=0, complete=True, in_progress=False, error=None)
-
-
-class Uploader:
+class RunUploader:
     """A handle on the follower of one run.
 
     With ``tracking.uri=null`` and without sinks there is no follower, and calls do nothing.
@@ -79,7 +56,7 @@ class Uploader:
     @classmethod
     def start(
         cls, run_dir: RunDir, tracking: TrackingConfig, secrets: Sequence[str] = (), *, shared: bool = False
-    ) -> Uploader:
+    ) -> RunUploader:
         """Start the follower. ``run.json`` must exist, and ``tracking.uri`` must be valid and absolute.
 
         Args:
@@ -125,7 +102,7 @@ class Uploader:
         The journal must contain the run's ``RunEnded``.
         """
         if self._process is None:
-            return _NOTHING_TO_UPLOAD
+            return Upload()
         deadline = time.monotonic() + timeout_s
         self._close_stdin()
         while self._has_ended(max(0.0, deadline - time.monotonic())):
@@ -140,7 +117,7 @@ class Uploader:
     def leave(self) -> Upload:
         """Let the follower finish on its own; return the present state."""
         if self._process is None:
-            return _NOTHING_TO_UPLOAD
+            return Upload()
         self._close_stdin()
         self._process.poll()
         return self._result(in_progress=True)
@@ -181,10 +158,10 @@ class Uploader:
 
     def _result(self, *, in_progress: bool) -> Upload:
         if self._options is None or self._options.uri is None:
-            return _NOTHING_TO_UPLOAD
+            return Upload()
         cursor = transfer.read_cursor(self._run_dir)
         missing = transfer.count_points(self._run_dir, offset=cursor.offset)
-        ending = transfer.final_ending(self._run_dir)
+        ending = final_ending(self._run_dir)
         closed = ending is not None and ending.time == cursor.closed_at
         return Upload(
             run_id=cursor.run_id,
@@ -195,35 +172,6 @@ class Uploader:
             in_progress=in_progress,
             error=cursor.error,
         )
-
-
-def recover_orphans(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -> list[RunDir]:
-    """Mark every run in ``output_dir`` whose driver died with its machine as killed, and return these runs.
-
-    On a store, these are the runs of this machine.
-
-    Runs that are to be ``resumed`` are left alone: their own upload begins at once, and must not wait for another one.
-
-    Their status on the tracking server is corrected as :func:`resume_uploads` says. Does not wait for anything.
-    """
-    orphans = []
-    for run_dir in output_dir.runs_from_here():
-        if run_dir in resumed:
-            continue
-        with contextlib.suppress(OSError, ValueError, KeyError):  # an unreadable run is left alone
-            record = run_dir.read_record()
-            if record.get("state") not in ACTIVE_STATES or run_dir.driver_if_running():
-                continue
-            with transfer.exclusive(run_dir) as acquired:
-                if not acquired:
-                    continue
-                transfer.mark_killed(run_dir, reason="the driver process died with its machine")
-                push_records(run_dir)
-            orphans.append(run_dir)
-            if record["tracking"]["uri"] is not None:
-                note_pending(run_dir)
-    resume_uploads(output_dir, resumed=resumed)
-    return orphans
 
 
 def resume_uploads(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()) -> None:
@@ -253,7 +201,7 @@ def uploads_to_resume(output_dir: OutputDir, *, resumed: Collection[RunDir] = ()
             options = _recorded_options(tracking, record["driver"])
             if not is_present(run_dir):
                 continue
-            with transfer.exclusive(run_dir) as acquired:
+            with exclusive(run_dir) as acquired:
                 if acquired:
                     uploads[run_dir] = options
     return uploads
@@ -298,7 +246,7 @@ def _spawn(uploads: Mapping[RunDir, FollowerOptions]) -> subprocess.Popen[bytes]
     package = str(Path(orchestrator.__file__).parents[1])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH")) if p)
     process = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.tracking.follower", *(str(run_dir.path) for run_dir in uploads)],
+        [sys.executable, "-m", "orchestrator.features.tracking.follower", *(str(run_dir.path) for run_dir in uploads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

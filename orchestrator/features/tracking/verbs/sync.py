@@ -15,21 +15,16 @@ from pathlib import Path
 from orchestrator.config.redact import redact_text
 from orchestrator.display.plain_text import refuse
 from orchestrator.display.terminal import still_working
+from orchestrator.features.tracking.exports import missing_exports, upload_exports
+from orchestrator.features.tracking.mlflow import MlflowBackend
+from orchestrator.features.tracking.transfer import Transfer, count_points
+from orchestrator.features.tracking.uri import absolute_uri, is_redacted, redact_uri, validate_uri
+from orchestrator.records.ended_runs import exclusive, final_ending, mark_killed
 from orchestrator.records.journal import Ending
 from orchestrator.records.output_dir import fetch, push_records
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import StorageError
-from orchestrator.tracking.exports import missing_exports, upload_exports
-from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.transfer import (
-    Transfer,
-    count_points,
-    exclusive,
-    final_ending,
-    mark_killed,
-)
-from orchestrator.tracking.uri import absolute_uri, is_redacted, redact_uri, validate_uri
 
 _DEFAULT_REQUEST_TIMEOUT_S = 10.0
 _DESCRIPTION = """\

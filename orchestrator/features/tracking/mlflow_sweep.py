@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.config.text import plain
+from orchestrator.features.tracking import views
 from orchestrator.records.storable_names import storable_text
 from orchestrator.records.sweep_dir import REPORT
-from orchestrator.tracking import views
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.redact import Redactor
-from orchestrator.protocol.events import RunEnded
+from orchestrator.features.tracking.mlflow import MlflowBackend
+from orchestrator.features.tracking.pending_uploads import clear_pending
+from orchestrator.features.tracking.uri import redact_uri
 from orchestrator.records import journal
 from orchestrator.records.json_file import read_json, write_json
-from orchestrator.records.lock import locked_if_free
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.records.run_dir import ACTIVE_STATES, RunDir, files_below
+from orchestrator.records.run_dir import RunDir, files_below
 from orchestrator.records.storable_names import storable
 from orchestrator.records.sweep_dir import SweepDir
-from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.pending_uploads import clear_pending
-from orchestrator.tracking.uri import redact_uri
 
 _FILES = ("config.yaml", "auto.md", "auto.json", "timeline.json")
 _FOLDERS = ("logs", "profile")
@@ -301,44 +299,3 @@ def _start_time(run_dir: RunDir) -> float:
     """The time of the first event."""
     first = next(journal.read_lines(run_dir.events_file), None)
     return float(first[0]["time"]) if first else time.time()
-
-
-def exclusive(
-    run_dir: RunDir, *, timeout_s: float = 0.0, target: str = "tracking"
-) -> contextlib.AbstractContextManager[bool]:
-    """Hold the upload lock of a run during the block; yields False if another process still has it at the timeout.
-
-    ``target``: what is uploaded to: the ``tracking`` server or the ``sinks``.
-
-    Two uploads at once, as on a file system without locks, also store each point once.
-    """
-    return locked_if_free(run_dir.path / f"{target}.lock", timeout_s=timeout_s)
-
-
-def mark_killed(run_dir: RunDir, *, reason: str) -> None:
-    """Record the end of a run whose driver has died; a run with a live driver is left alone.
-
-    An end that is in the journal only, because the process that recorded it was killed, is the end of the run. Disk
-    errors are ignored.
-    """
-    with contextlib.suppress(OSError), run_dir.edit_record() as record:
-        if record.get("state") in ACTIVE_STATES and not run_dir.driver_if_running():
-            run_dir.release_space()
-            ending, _ = journal.read_ending(run_dir)
-            if ending is not None and ending.time >= (record.get("started") or 0.0):
-                record["state"] = ending.status.lower()
-            else:
-                journal.append_event(run_dir, RunEnded(status="KILLED", exit_code=137, reason=reason, summary={}))
-                record.update(state="killed", reason=reason)
-
-
-def final_ending(run_dir: RunDir) -> journal.Ending | None:
-    """Return how the run ended, from its events or, if a full disk kept them from being written, from ``run.json``."""
-    ending, _ = journal.read_ending(run_dir)
-    record = run_dir.read_record()
-    state = record.get("state", "waiting")
-    if ending is None and state not in ACTIVE_STATES:
-        last = run_dir.metrics_file if run_dir.metrics_file.exists() else run_dir.record_file
-        at = last.stat().st_mtime
-        return journal.Ending(status=state.upper(), time=at, summary=record.get("summary") or {})
-    return ending

@@ -1,4 +1,4 @@
-"""The process that uploads a run while it trains: ``python -m orchestrator.tracking.follower <run directory>``.
+"""The process that uploads a run while it trains, called with the run directory.
 
 It is not a child of the driver and has its own session. So Ctrl-C and ``ray job stop`` do not end the upload. A child
 of it uploads, which runs only on CPUs that would idle, so that the training is not slowed. If others use all CPUs when
@@ -37,15 +37,16 @@ from typing import Any
 
 import psutil
 
+from orchestrator.features.tracking.exports import EXPORT_TIMEOUT_S, missing_exports, upload_exports
+from orchestrator.features.tracking.mlflow import MlflowBackend
+from orchestrator.features.tracking.pending_uploads import alone_in_retrying
+from orchestrator.features.tracking.sinks import Sinks, record_problems
+from orchestrator.features.tracking.transfer import Transfer, read_cursor
+from orchestrator.features.tracking.uri import sqlite_path
+from orchestrator.records.ended_runs import exclusive, final_ending, mark_killed
 from orchestrator.records.journal import Ending, read_ending
 from orchestrator.records.lock import end_with_parent, is_alive
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.exports import EXPORT_TIMEOUT_S, missing_exports, upload_exports
-from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.pending_uploads import alone_in_retrying
-from orchestrator.tracking.sinks import Sinks, record_problems
-from orchestrator.tracking.transfer import Transfer, exclusive, final_ending, mark_killed, read_cursor
-from orchestrator.tracking.uri import sqlite_path
 
 POLL_S = 1.0
 MAX_PAUSE_S = 30.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.tracking.mlflow import connect
-from orchestrator.tracking.views import PRUNED, SWEEP_ID, UID_TAG
+from orchestrator.features.tracking.mlflow import connect
+from orchestrator.features.tracking.views import PRUNED, SWEEP_ID, UID_TAG
 
 _SUMMARY = "summary/"
 _NEWEST_FIRST = ["attributes.start_time DESC"]
