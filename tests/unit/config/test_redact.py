@@ -13,6 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from helpers.files.golden import Golden
+from orchestrator import features
 from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
@@ -31,7 +32,6 @@ from orchestrator.config.schema import JobSpec
 from orchestrator.config.secret_names import is_secret, may_name_secret
 from orchestrator.config.text import format_override
 from orchestrator.driver.preflight.run_config import plain_fields
-from orchestrator.features.tracking.transfer import Cursor
 from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
@@ -413,7 +413,8 @@ def _names(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _classes_of_records() -> list[Any]:
-    return [Plan, Cursor, *Event.__subclasses__()]
+    cursors = [found.Cursor for found in features.modules("transfer")]
+    return [Plan, *cursors, *Event.__subclasses__()]
 
 
 def test_urls_have_their_secrets_found() -> None:

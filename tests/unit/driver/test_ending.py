@@ -56,12 +56,14 @@ def test_a_run_that_failed_is_compared_only_with_others_that_finished(tmp_path: 
     assert compare not in commands(run_dir, "FAILED")
 
 
+@pytest.mark.needs("tracking")
 def test_event_files_of_tensorboard_are_opened_last(tmp_path: Path) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
     (run_dir.sinks / "tensorboard").mkdir(parents=True)
     assert commands(run_dir, "FINISHED")[-1] == f"tensorboard --logdir {tmp_path}"
 
 
+@pytest.mark.needs("tracking")
 def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: Path) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
     assert commands(run_dir, "FINISHED", in_sweep=True) == ()
