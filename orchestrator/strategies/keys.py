@@ -201,16 +201,5 @@ def mesh_config(preset: str, **given: Any) -> MeshConfig:
     return MeshConfig(**{SIZES.get(name, name): value for name, value in values.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptConfig(StrategyConfig):
-    """The keys of ``script``."""
-
-    name: Literal["script"]
-
-    @property
-    def elastic(self) -> bool:
-        return True
-
-
 PRESETS = ("single", "ddp", "fsdp", "hsdp", "model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline", "mesh")
 """The products of dimensions that have a name."""

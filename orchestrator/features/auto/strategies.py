@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator import features
 from orchestrator.config.build import option
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.features.auto.choice import StrategyName
@@ -40,7 +40,7 @@ class AutoConfig(StrategyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if importlib.util.find_spec("orchestrator.features.plan") is None:
+        if not features.paths("verbs/plan.py"):
             raise ValueError(
                 "strategy=auto: predicts as `orchestrator plan` does, which is not here; choose a strategy"
             )
