@@ -128,7 +128,7 @@ class TrackingKeys(Protocol):
 class _Nothing:
     """Uploads nothing."""
 
-    def start(self, *_: object, shared: bool = False) -> Uploader:
+    def start(self, *_: object, **__: object) -> Uploader:
         return self
 
     def problem(self) -> str | None:
@@ -150,12 +150,12 @@ class _Nothing:
     def absolute(self, tracking: TrackingConfig, base: Path) -> TrackingConfig:
         return replace(tracking, uri=None, tensorboard=False, sinks=())
 
-    def errors(self, *_: object) -> list[str]:
+    def errors(self, *_: object, **__: object) -> list[str]:
         return []
 
     notes = sync_commands = page_commands = event_file_commands = errors
 
-    def variables(self, *_: object) -> Mapping[str, str]:
+    def variables(self, *_: object, **__: object) -> Mapping[str, str]:
         return {}
 
     def findings(self, tracking: TrackingConfig) -> Iterator[Finding]:

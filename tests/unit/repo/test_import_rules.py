@@ -91,8 +91,8 @@ RULES = {
     "features.plan.prediction": ("config planning",                                            ""),
     "features.plan":   ("job config planning timeline records compat model strategies strategies.measure display "
                        "driver.preflight features.plan.prediction verbs",                      "torch"),
-    "features.auto":   ("job config planning records strategies policy display driver.process driver.preflight driver "
-                       "features.plan features.plan.prediction",                               "torch"),
+    "features.auto":   ("features job config planning records strategies policy display driver.process "
+                       "driver.preflight driver features.plan features.plan.prediction",       "torch"),
     "features.batch_size": ("config planning strategies display driver.process driver.preflight driver verbs", ""),
     "features.tracking": ("storage config planning protocol records display driver.process",   "(mlflow) (torch)"),
     "features.sweep":  ("user_code storage config planning protocol records state strategies display "
