@@ -138,9 +138,9 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("strategy=single train.st", ["train.steps=", "train.stop_after=", "train.stop_min_delta="]),
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
         ("cluster.add", ["cluster.address="]),
-        ("launch strategy=s", ["strategy=script", "strategy=single"]),
+        ("launch strategy=f", ["strategy=fsdp", "strategy=fsdp_pipeline"]),
         ("comp", ["compare"]),
-        (
+        pytest.param(
             "s",
             [
                 "schema",
@@ -155,6 +155,7 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
                 "sweep.",
                 "sync",
             ],
+            marks=pytest.mark.needs("submit"),
         ),
         ("strategy=ddp comp", []),
         ("compare out", []),
