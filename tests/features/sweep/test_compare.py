@@ -293,3 +293,17 @@ def test_ascii_stdout(output_dir: Path) -> None:
     text = done.stdout.decode("ascii")
     assert "7,000  ##########" in text
     assert "12-33-01-gr??e" in text
+
+
+def test_a_cluster_is_asked_unless_what_to_compare_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = rundir.create(Path("outputs"), "digits-ddp")
+    run.update_record(name="digits-ddp", state="finished")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
+    assert main(["--no-picture"]) == 2
+    assert "compare: --address=http://127.0.0.1:1: " in capsys.readouterr().err
+    assert main([str(run.path), "--no-picture"]) == 0
+    assert main(["--mlflow", "nothing://"]) == 2
+    assert "compare: --mlflow: " in capsys.readouterr().err
