@@ -46,7 +46,7 @@ def test_a_plan_shows_the_warnings_of_the_run_and_what_the_environment_decides(
 def test_the_command_runs_the_verb_with_the_other_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("show", "logs"):
         assert cli.main([verb, str(tmp_path)]) == 2
-        assert f"orchestrator {verb}: {tmp_path}: no such run" in capsys.readouterr().err
+        assert f"{verb}: {tmp_path}: no such run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
