@@ -52,7 +52,7 @@ RULES = {
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
-    "worker.process": ("storage protocol records",                                             "torch"),
+    "worker.process": ("features storage protocol records",                                    "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("user_code job config planning protocol records compat state model strategies "
