@@ -10,8 +10,6 @@ from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
 from orchestrator.features.queue.entries import NodeResources, QueueEntry
 from orchestrator.features.queue.queue_order import (
-    ClusterState,
-    NodeState,
     find_entries,
     line,
     marked_over_share,
@@ -23,6 +21,7 @@ from orchestrator.features.queue.queue_order import (
 )
 from orchestrator.features.queue.run_queue import SETTLE_S, STALE_S, RunQueue
 from orchestrator.features.queue.shown import order_notes, queue_table
+from orchestrator.policy.shortage import ClusterState, NodeState
 from orchestrator.queue import main
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}

@@ -5,16 +5,10 @@ import pickle
 import pytest
 
 from helpers.files.golden import Golden
-from helpers.machines.plans import GPU_BOX, LAPTOP, errors_of, plan_of
+from helpers.machines.plans import GPU_BOX, LAPTOP, UNEVEN, errors_of, plan_of
 from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.mesh import Resources, workers_on_node, workers_on_nodes
 from orchestrator.planning.plan import Node, Plan
-
-UNEVEN = (
-    Node(node_id="a", name="big", cpus=8, gpus=4),
-    Node(node_id="b", name="small", cpus=2, gpus=1),
-    Node(node_id="c", name="none", cpus=32, gpus=0),
-)
 
 
 def shares(plan: Plan) -> list[int]:

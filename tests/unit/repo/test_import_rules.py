@@ -49,7 +49,7 @@ RULES = {
                      "strategies.measure strategies.data strategies.update strategies",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "display":      ("features config planning protocol records",                              ""),
-    "worker.process": ("storage protocol records",                                             "torch"),
+    "worker.process": ("features storage protocol records",                                    "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("user_code job config planning protocol records compat state model strategies "
