@@ -18,7 +18,6 @@ from helpers.files.documents import PAGES, examples
 from helpers.records.runs import wait_for
 from helpers.records.tracked_runs import end, expected, follower_of, history, log, new_run, run_of, save_samples, start
 from helpers.records.tracked_runs import tracking as tracking_to
-from orchestrator.config.operation import SINKS as SINKS_BY_WORD
 from orchestrator.config.operation import TENSORBOARD, TrackingConfig
 from orchestrator.features.tracking.sinks import Sinks, load_sink, sink_problem
 from orchestrator.features.tracking.uploader import RunUploader
@@ -236,7 +235,7 @@ def test_weights_and_biases_get_an_offline_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WANDB_TAGS", "mine")
     params = {"job.lr": 0.1, "job.password": "hunter2"}
     run_dir = new_run(tmp_path, None, params=params, uid=UID, strategy="ddp", job="digits")
-    sinks = Sinks(run_dir, [SINKS_BY_WORD["wandb"]])
+    sinks = Sinks(run_dir, ["wandb"])
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 5))
@@ -313,7 +312,7 @@ def test_weights_and_biases_that_have_steps_get_only_later_ones(
         "params": {},
         "tracking": {"experiment": "c"},
     }
-    sink = load_sink(SINKS_BY_WORD["wandb"])(run, tmp_path)
+    sink = load_sink("wandb")(run, tmp_path)
     assert given["name"] == "a lr=0.1"
     points = [p for n in range(1, 6) for p in (Point("train/loss", n, 0.0, n), Point("system/cpu", n, 0.0, 10 + n))]
     sink.log_points([*points, Point("val/late", 1.0, 0.0, 4)])
@@ -351,7 +350,7 @@ def test_a_word_that_no_sink_has_is_answered_with_those_that_there_are(word: str
 
 def test_a_word_and_its_key_are_one_sink() -> None:
     config = tracking(None, "tensorboard", "wandb", tensorboard=True)
-    assert config.all_sinks == (TENSORBOARD, SINKS_BY_WORD["wandb"])
+    assert config.all_sinks == (TENSORBOARD, "wandb")
 
 
 def test_what_was_written_offline_has_a_command_that_uploads_it(tmp_path: Path) -> None:
