@@ -68,7 +68,7 @@ def test_the_rest_trains_and_does_not_know_it(without: str, tmp_path: Path) -> N
 )
 def test_the_fast_tests_of_the_core_pass_without_any_feature(words: tuple[str, ...], tmp_path: Path) -> None:
     """Not those of the repository, whose pages are about the features too."""
-    _copy(tmp_path, FEATURES, "tests", "docs", "pyproject.toml")
+    _copy(tmp_path, FEATURES, "tests", "docs", "benchmarks", "cluster", "README.md", "pyproject.toml")
     options = ("-q", "-m", "fast", "-n", "0", "-p", "no:cacheprovider", "--ignore-glob=*/repo/test_[!i]*")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *words],

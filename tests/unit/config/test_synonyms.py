@@ -21,6 +21,7 @@ def known_keys() -> set[str]:
     return found | {f"strategy.{field.name}" for name in STRATEGIES for field in dataclasses.fields(config_class(name))}
 
 
+@pytest.mark.needs("asynchronous")
 def test_every_remedy_names_keys_that_exist() -> None:
     named = {key for remedy in NAMES for key in re.findall(r"[a-z_]+\.[a-z_]+|^[a-z_]+|[a-z_]+(?==)", remedy)}
     named |= {key for remedy in GONE.values() for key in re.findall(r"[a-z_.]+(?==)", remedy)}

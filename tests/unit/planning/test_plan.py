@@ -151,6 +151,7 @@ def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
     assert (plan.world_size, plan.device, plan.gpus_per_worker) == (8, "cuda", 1)
 
 
+@pytest.mark.needs("asynchronous")
 def test_what_does_not_fit_is_refused(golden: Golden) -> None:
     """On this machine, or on nodes: ``8+4,2+1`` is one of 8 CPUs and 4 GPUs, and one of 2 CPUs and 1 GPU."""
 

@@ -45,7 +45,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 REFUSED = (
-    "train.stps=3 strategy=dpp train.steps=0",
+    pytest.param("train.stps=3 strategy=dpp train.steps=0", marks=pytest.mark.needs("asynchronous", "scripts")),
     "job=mine.Line job.width=x job.lr=y job.on=7 job.wdth=3 strategy=single",
     "job=nothing.Line",
     pytest.param("strategy=script job.script=nothing.py", marks=pytest.mark.needs("scripts")),
