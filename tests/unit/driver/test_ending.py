@@ -46,6 +46,7 @@ def test_a_run_is_offered_to_resume_only_if_it_has_a_checkpoint(saved: bool, tmp
     assert ("continue it" in commands(run_dir, "FAILED")) == saved
 
 
+@pytest.mark.needs("sweep")
 def test_a_run_that_failed_is_compared_only_with_others_that_finished(tmp_path: Path) -> None:
     compare = f"orchestrator compare --last 5 --output-dir {tmp_path}"
     run_dir = rundir.create(tmp_path, "digits-ddp")
@@ -63,6 +64,7 @@ def test_event_files_of_tensorboard_are_opened_last(tmp_path: Path) -> None:
     assert commands(run_dir, "FINISHED")[-1] == f"tensorboard --logdir {tmp_path}"
 
 
+@pytest.mark.needs("sweep")
 @pytest.mark.needs("tracking")
 def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: Path) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
