@@ -140,7 +140,7 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
         ("cluster.add", ["cluster.address="]),
         ("launch strategy=f", ["strategy=fsdp", "strategy=fsdp_pipeline"]),
-        ("comp", ["compare"]),
+        pytest.param("comp", ["compare"], marks=pytest.mark.needs("sweep")),
         pytest.param(
             "s",
             [

@@ -131,6 +131,7 @@ def test_a_run_without_an_end_is_shown_in_its_state_unless_its_driver_is_dead(
     assert f"state       {state}, started 2h00m" in capsys.readouterr().out
 
 
+@pytest.mark.needs("sweep")
 def test_show_tells_how_a_run_went_or_how_far_it_is_and_what_may_follow(
     output_dir: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +196,7 @@ def test_the_other_commands_of_show_begin_as_where_it_was_typed(
     assert f"orchestrator compare --last 5 --output-dir {output_dir} --address http://head:8265" in shown()
 
 
+@pytest.mark.needs("sweep")
 def test_show_tells_of_a_script_what_it_ran_and_no_steps_that_it_need_not_report(
     tmp_path: Path, golden: Golden, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,7 @@ class Odd(Digits):
     sizes: tuple[int, ...] = (1, 2)
 
 
+@pytest.mark.needs("tracking")
 def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     words = ["job.hidden=4", "tracking.uri=http://me:hunter2@host:5000", "train.clip_norm=1"]
     config = config_of(tmp_path / "outputs", *words)
