@@ -24,7 +24,7 @@ ASKED = {
     "plan": ("strategy=auto", "strategy=auto: "),
     "submit": (
         "runs --address http://127.0.0.1:1",
-        "orchestrator runs: --address=http://127.0.0.1:1: no job can be sent",
+        "runs: --address=http://127.0.0.1:1: no job can be sent there; ",
     ),
     "sweep": ("-m seed=1,2", "-m: this installation executes one run at a time; "),
     "tracking": ("tracking.uri=http://127.0.0.1:1", "tracking.uri: this installation uploads nothing; "),

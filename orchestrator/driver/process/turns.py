@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def turns_of(*run: Any, **more: Any) -> Callable[..., Turns]:
     """Return what makes the turns of a run, as :func:`turns_of` of the module ``turns`` of a feature does."""
     found = next(features.modules("turns"), None)
-    return Turns if found is None else found.turns_of(*run, **more)  # type: ignore[no-any-return]
+    return Turns if found is None else found.turns_of(*run, **more)
 
 
 class Turns:

@@ -63,6 +63,9 @@ class RunWorkers:
         environment: what all workers are given.
     """
 
+    gang: Gang
+    _admission: Admission
+
     def __init__(self, context: RunContext, code: WorkerCode):
         spec, config = context.spec, context.spec.config
         self.plan = spec.sizes.initial
