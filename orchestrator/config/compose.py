@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from orchestrator.compat.hydra import Composed, compose_files, read_yaml, show_info, yaml_value
+from orchestrator.compat.hydra import Composed, also_search, compose_files, read_yaml, show_info, yaml_value
 from orchestrator.config.build import ConfigError, build
 from orchestrator.config.files import (
     DIR_OPTION,
@@ -32,6 +32,7 @@ from orchestrator.config.files import (
     conf_dir,
     file_errors,
     group_values,
+    shipped_dirs,
 )
 from orchestrator.config.overrides import group_error, parse, select_valid, value_of, values
 from orchestrator.config.places import places_of_choice, with_places
@@ -182,6 +183,7 @@ def shell_completion(words: Sequence[str]) -> None:
     if files.name != PRIMARY:
         sys.argv += [NAME_OPTION, files.name]
     GlobalHydra.instance().clear()
+    also_search(shipped_dirs()[1:])
     hydra.main(config_path=str(conf_dir()), config_name=PRIMARY, version_base="1.3")(lambda _: None)()
 
 

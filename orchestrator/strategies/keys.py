@@ -1,4 +1,4 @@
-"""The keys of every strategy, by the dimensions that they open. Imports no torch, so that a typo is answered at once.
+"""The keys of the strategies, by the dimensions that they open. Imports no torch, so that a typo is answered at once.
 
 The default values are in ``conf/strategy/<name>.yaml``. A preset is such a file alone: it opens keys of a mesh, whose
 values are in ``conf/mesh/``, and may have ``fixed`` ones.
@@ -203,48 +203,6 @@ def mesh_config(preset: str, **given: Any) -> MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPConfig(StrategyConfig):
-    """The keys of ``dp``."""
-
-    name: Literal["dp"]
-    loss_on: Literal["device0", "replicas"] = option(
-        "device0: outputs are gathered there and the loss computed; replicas: each computes its own"
-    )
-    verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HogwildConfig(StrategyConfig):
-    """The keys of ``hogwild``."""
-
-    name: Literal["hogwild"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LockedSGDConfig(StrategyConfig):
-    """The keys of ``locked_sgd``."""
-
-    name: Literal["locked_sgd"]
-    lock: Literal["step", "update"] = option(
-        "step: one worker at a time reads, computes and updates; update: one at a time updates"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerConfig(StrategyConfig):
-    """The keys of ``parameter_server``."""
-
-    name: Literal["parameter_server"]
-    num_shards: int = option(
-        "parameter servers, in addition to the workers, each with an equal share of the parameters",
-        minimum=1,
-    )
-    consistency: Literal["sync", "async"] = option(
-        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it arrives"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class AutoConfig(StrategyConfig):
     """The keys of ``auto``."""
 
@@ -280,12 +238,3 @@ class ScriptConfig(StrategyConfig):
 
 PRESETS = ("single", "ddp", "fsdp", "hsdp", "model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline", "mesh")
 """The products of dimensions that have a name."""
-BY_STRATEGY: Mapping[str, type[StrategyConfig]] = {
-    **dict.fromkeys(PRESETS, MeshConfig),
-    "dp": DPConfig,
-    "hogwild": HogwildConfig,
-    "locked_sgd": LockedSGDConfig,
-    "parameter_server": ParameterServerConfig,
-    "auto": AutoConfig,
-    "script": ScriptConfig,
-}

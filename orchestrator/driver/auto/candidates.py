@@ -15,6 +15,7 @@ from orchestrator.planning.plan import Node, Plan
 from orchestrator.prediction.cost import StepTime
 from orchestrator.prediction.devices import CPU, LARGEST, Cluster, Tables, name_of_gpu, parse_cluster, read_tables
 from orchestrator.prediction.forecast import DEVICE_HOURS, Forecast, Question
+from orchestrator.strategies import registry
 from orchestrator.strategies.checks.layouts import Layouts, best_of_each, usual_stack
 from orchestrator.strategies.checks.model_work import with_cpus
 from orchestrator.strategies.checks.traced_job import TracedJob
@@ -115,7 +116,7 @@ class Here:
         return sorted(found, key=lambda c: c[0].expected_ms)
 
     def _of_size(self, config: Config, job: TracedJob, workers: int) -> Iterator[tuple[Contender, StepTime | None]]:
-        candidates = AutoConfig.of(self.config.strategy).candidates
+        candidates = {*AutoConfig.of(self.config.strategy).candidates} & {*registry.NAMES}
         typed = f"strategy.num_workers={workers}"
         question = self._question(config, job, workers)
         every = [question.answered(f) for f in self._layouts(config, job, "mesh", workers).forecasts()]
@@ -162,7 +163,8 @@ def untraced(options: AutoConfig, workers: int) -> list[Contender]:
         found += [("strategy=ddp", typed), ("strategy=fsdp", typed)]
         found += [("strategy=parameter_server", typed, "strategy.num_shards=1")]
     found += [("strategy=dp", f"strategy.num_workers={workers}")] * (workers > 1)
-    return [Contender(overrides=words) for words in found if words[0].removeprefix("strategy=") in options.candidates]
+    candidates = {*options.candidates} & {*registry.NAMES}
+    return [Contender(overrides=words) for words in found if words[0].removeprefix("strategy=") in candidates]
 
 
 def _served(replicas: Forecast, servers: int) -> Forecast:

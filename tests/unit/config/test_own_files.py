@@ -12,7 +12,7 @@ from helpers.files.documents import ROOT, files
 from helpers.files.golden import Golden
 from orchestrator import evaluate, launch, schema
 from orchestrator.config.compose import compose, preset_sweep
-from orchestrator.config.files import FIXED, Files, choices, conf_dir
+from orchestrator.config.files import FIXED, SHIPPED, Files, choices, conf_dir
 from orchestrator.config.json_schema import json_schema
 from orchestrator.config.overrides import choosing, expand_sweep, is_search, masked, search_space
 from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict, to_yaml
@@ -364,7 +364,9 @@ def test_the_json_schema_accepts_every_shipped_file_and_finds_wrong_keys_and_val
     for group in ("strategy", "job", "cluster", "tracking"):
         of_group = jsonschema.Draft202012Validator(json_schema(composed(), strategies, None, Redactor(), group))
         for name in choices(group):
-            file = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+            path = SHIPPED.find(group, name)
+            assert path is not None
+            file = yaml.safe_load(path.read_text())
             file.pop(FIXED, None)  # which only ships
             assert of_group.is_valid(file), name
     for text in FILES["conf/mine.yaml"], "train: {steps: '${seed}'}", "cluster: {env: {A: 1}}":

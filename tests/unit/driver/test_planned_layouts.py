@@ -112,7 +112,13 @@ def test_another_strategy_has_its_own_layout() -> None:
     assert {forecast.mesh for forecast in found.fitting} == {Mesh(shard=8)}
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "hogwild", "dp", "auto"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(pytest.param(n, marks=pytest.mark.needs("asynchronous")) for n in ("parameter_server", "hogwild", "dp")),
+        "auto",
+    ],
+)
 def test_a_strategy_whose_memory_is_not_known_is_refused(strategy: str) -> None:
     found = answered(f"strategy={strategy}")
     assert not found.fitting

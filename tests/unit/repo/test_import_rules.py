@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +22,13 @@ LIBRARIES = {"torch", "ray", "hydra", "omegaconf", "mlflow", "pyarrow", "fsspec"
 RULES = {
     # package       ours                                                                       libraries
     "version":      ("",                                                                       ""),
+    "features":     ("",                                                                       ""),
     "user_code":    ("",                                                                       "(torch)"),
     "script_api":   ("",                                                                       ""),
     "job":          ("user_code",                                                              "(torch)"),
     "compat":       ("",                                                                   "hydra torch ray omegaconf"),
     "storage":      ("",                                                                       "(pyarrow)"),
-    "config":       ("user_code job compat",                                                   "hydra omegaconf"),
+    "config":       ("features user_code job compat",                                          "hydra omegaconf"),
     "planning":     ("config",                                                                 ""),
     "timeline":     ("",                                                                       ""),
     "protocol":     ("storage config planning timeline",                                       ""),
@@ -42,13 +44,15 @@ RULES = {
     "strategies.measure": ("user_code job compat state model",                                 "torch"),
     "strategies.data":    ("user_code job config compat model",                                "torch"),
     "strategies.update":  ("user_code job config planning compat state model strategies.data",           "torch"),
-    "strategies":   ("user_code job config planning timeline protocol compat state model model.stages model.tensor "
-                     "model.context model.proofs prediction tuning strategies.measure strategies.data "
+    "strategies":   ("features user_code job config planning timeline protocol compat state model model.stages "
+                     "model.tensor model.context model.proofs prediction tuning strategies.measure strategies.data "
                      "strategies.update",                                                      "torch"),
+    "features.asynchronous": ("user_code job config planning protocol compat state model model.stages "
+                     "strategies.measure strategies.data strategies.update strategies",        "torch"),
     "policy":       ("config planning timeline protocol",                                      ""),
     "tracking":     ("config planning protocol records",                                       "(mlflow) (torch)"),
     "display":      ("config planning protocol records prediction",                            ""),
-    "worker.process": ("storage protocol records",                                             "torch"),
+    "worker.process": ("features storage protocol records",                                    "torch"),
     "worker.control": ("config planning protocol compat strategies worker.process",            "torch"),
     "worker.measure": ("timeline protocol compat strategies.measure worker.process worker.control", "torch"),
     "worker.data":    ("user_code job config planning protocol records compat state model strategies "
@@ -59,7 +63,6 @@ RULES = {
     "worker":         ("user_code job config protocol records compat state model strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
-    "features":       ("",                                                                     ""),
     "features.feeding": ("user_code job config protocol compat strategies.data worker worker.data", "ray"),
     "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
@@ -237,12 +240,14 @@ def test_every_permission_is_used() -> None:
 
 
 FEATURES = "orchestrator.features."
+STRATEGIES = r"orchestrator\.features\.\w+\.strategies"
+"""The modules that the registry of strategies imports."""
 # The modules of the core that name a feature, in a text, to import it if a run asks for it.
 DOORS = {"strategies.data.datasets": {"feeding"}, "tracking.exports": {"export"}}
 
 
 def test_nobody_imports_a_feature_by_name() -> None:
-    named = [f"{p}: {word}" for p in RULES for word in may_import(p) - {p} if word.startswith("features")]
+    named = [f"{p}: {word}" for p in RULES for word in may_import(p) - {p} if word.startswith("features.")]
     assert not named, f"a feature hangs on the core, which it alone imports: {named}"
 
 
@@ -319,7 +324,7 @@ ROOMS = {
                "mesh_trainer",
     "rules": "rules",
     "checks": "checks",
-    "presets": "presets replicated asynchronous external auto",
+    "presets": "presets replicated external auto",
 }  # fmt: skip
 
 
@@ -359,6 +364,7 @@ def test_each_room_of_the_strategies_has_modules() -> None:
         ("orchestrator.driver.preflight.named_runs", {"hydra", "omegaconf"}, "a missing run is refused at once"),
         ("orchestrator.completion", set(), "completion of a run is quick"),
         ("orchestrator.strategies.registry", set(), "a wrong key is refused at once"),
+        *((module, set(), "so it is of a feature") for module in files() if re.fullmatch(STRATEGIES, module)),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
         ("orchestrator.worker.script_actor", {"ray"}, "the worker of a script starts without torch"),
         ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),

@@ -32,7 +32,7 @@ def test_nothing_starts_beside_the_only_worker() -> None:
     ("words", "strategy"),
     [
         (["strategy=ddp", "strategy.num_workers=[2,8]"], "ddp"),
-        (["strategy=dp", "strategy.num_workers=2"], "dp"),
+        pytest.param(["strategy=dp", "strategy.num_workers=2"], "dp", marks=pytest.mark.needs("asynchronous")),
         (["strategy=pipeline", "strategy.num_workers=3"], "single"),
     ],
 )

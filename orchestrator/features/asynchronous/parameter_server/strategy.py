@@ -9,17 +9,17 @@ from torch import nn
 
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few
+from orchestrator.features.asynchronous.parameter_server.server import Server
+from orchestrator.features.asynchronous.parameter_server.worker import ParameterWorker
+from orchestrator.features.asynchronous.staleness import statistics_notes
+from orchestrator.features.asynchronous.strategies import ParameterServerConfig
 from orchestrator.job import Job
 from orchestrator.model.parameter_division import extents_of, optimizer_error
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
 from orchestrator.planning.plan import Plan
-from orchestrator.strategies.asynchronous.parameter_server.server import Server
-from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
-from orchestrator.strategies.asynchronous.staleness import statistics_notes
 from orchestrator.strategies.base import Strategy
 from orchestrator.strategies.constructor import Outline, changed_weights, diverging_errors
-from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules

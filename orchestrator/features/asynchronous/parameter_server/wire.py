@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.features.asynchronous.parameter_server.placed_shards import PlacedShard
 from orchestrator.model.parameter_division import ALIGNMENT_BYTES
-from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard
 
 PUSH, PUSHED_ROWS, READY, NORM, ANSWER, ANSWERED_COUNTS, ANSWERED_ROWS = range(1, 8)
 """Message tags."""

@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from orchestrator.features.asynchronous.parameter_server import wire
+from orchestrator.features.asynchronous.parameter_server.server_shards import ServerShards
+from orchestrator.features.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
+from orchestrator.features.asynchronous.staleness import staleness_metrics
+from orchestrator.features.asynchronous.strategies import ParameterServerConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_state, gather_states
-from orchestrator.strategies.asynchronous.parameter_server import wire
-from orchestrator.strategies.asynchronous.parameter_server.server_shards import ServerShards
-from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
-from orchestrator.strategies.asynchronous.staleness import staleness_metrics
 from orchestrator.strategies.base import StepResult, Strategy, Traits
 from orchestrator.strategies.data.datasets import steps_per_epoch
-from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.update.gradients import norm_over

@@ -31,6 +31,9 @@ from torch.utils.data import Dataset
 
 from orchestrator.config.schema import Config, StrategyConfig, TrainConfig
 from orchestrator.config.text import first_few
+from orchestrator.features.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
+from orchestrator.features.asynchronous.staleness import staleness_metrics, statistics_notes
+from orchestrator.features.asynchronous.strategies import LockedSGDConfig
 from orchestrator.job import Job
 from orchestrator.planning.layout import Layout
 from orchestrator.planning.mesh import Mesh
@@ -39,11 +42,8 @@ from orchestrator.protocol.messages import ANY_RANK, RecoverableSteps
 from orchestrator.protocol.metrics import Metric
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import broadcast_state, receive_state, send_state
-from orchestrator.strategies.asynchronous.shared_memory import SharedMemory, map_shared, take_gradients
-from orchestrator.strategies.asynchronous.staleness import staleness_metrics, statistics_notes
 from orchestrator.strategies.base import Traits
 from orchestrator.strategies.constructor import Outline
-from orchestrator.strategies.keys import LockedSGDConfig
 from orchestrator.strategies.registry import register
 from orchestrator.strategies.rules import Rules
 from orchestrator.strategies.trainer import Trainer

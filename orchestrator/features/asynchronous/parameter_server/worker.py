@@ -27,6 +27,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
+from orchestrator.features.asynchronous.parameter_server.placed_shards import (
+    join_optimizer_state,
+    make_contiguous,
+    shards_of,
+)
+from orchestrator.features.asynchronous.parameter_server.server_connection import ServerConnection
+from orchestrator.features.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
+from orchestrator.features.asynchronous.parameter_server.wire import NORM
+from orchestrator.features.asynchronous.strategies import ParameterServerConfig
 from orchestrator.job import Job
 from orchestrator.model.parameter_division import extents_of, optimizer_error
 from orchestrator.protocol.messages import RecoverableSteps
@@ -34,16 +43,7 @@ from orchestrator.protocol.metrics import Metric
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
 from orchestrator.state.transport import CPU, broadcast_tensors, gather_states
-from orchestrator.strategies.asynchronous.parameter_server.placed_shards import (
-    join_optimizer_state,
-    make_contiguous,
-    shards_of,
-)
-from orchestrator.strategies.asynchronous.parameter_server.server_connection import ServerConnection
-from orchestrator.strategies.asynchronous.parameter_server.shared import Groups, share_meta, with_settings
-from orchestrator.strategies.asynchronous.parameter_server.wire import NORM
 from orchestrator.strategies.base import Traits
-from orchestrator.strategies.keys import ParameterServerConfig
 from orchestrator.strategies.measure.job_metrics import EvalSums
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Reduction, Weight, weight_sum

@@ -1,4 +1,4 @@
-"""Adagrad without a lock: the updates of torch's, and none without bounds where others overwrite a sum."""
+"""Optimizers of workers that share memory: Adagrad needs no lock, and state that cannot be shared is refused."""
 
 from typing import Any
 
@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Adagrad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orchestrator.strategies.asynchronous.shared_memory import take_gradients
+from helpers.conformance.cases import Case, config_of, having, plan_of
+from helpers.conformance.layouts import EVERY
+from helpers.jobs.optimizers import Lists, OptimizedDigits
+from orchestrator.features.asynchronous.hogwild import HogwildRules
+from orchestrator.features.asynchronous.shared_memory import take_gradients
+from orchestrator.strategies.constructor import Outline
 
 
 def made(sparse: bool, **options: Any) -> tuple[nn.EmbeddingBag, Adagrad]:
@@ -66,3 +71,26 @@ def test_an_update_has_a_bound_although_others_overwrite_the_sums(sparse: bool) 
     with Overwriting(optimizer.state[model.weight]["sum"]):
         take_gradients(optimizer)
     assert float((model.weight - before).abs().max()) == pytest.approx(0.1), "a step as long as the rate"
+
+
+class Steered(torch.optim.SGD):
+    """Has a tensor of its own in the state of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("trust", torch.ones(()))
+        super().step()
+
+
+def test_workers_that_share_memory_refuse_state_that_they_would_not_share() -> None:
+    for job, words in (
+        (OptimizedDigits(kind=Steered), "Job.optimizer: Steered: several workers cannot share its trust; use SGD"),
+        (OptimizedDigits(kind=Lists), "Job.optimizer: Lists: its state cannot be shared by several workers"),
+    ):
+        found: list[str] = []
+        chosen = EVERY["hogwild-2"]
+        config = config_of(chosen.of(Case(job=job, train=having(steps=6, global_batch_size=24))), chosen.world_size)
+        HogwildRules.check_job(config, Outline(job, config.train), plan_of(config), found)
+        assert len(found) == 1
+        assert found[0].startswith(f"strategy=hogwild: {words}")

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from orchestrator.compat.generators import seed_generators
 from orchestrator.config.schema import TrainConfig
+from orchestrator.features.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes, shards_of
+from orchestrator.features.asynchronous.parameter_server.wire import Push, Rows, number_dtype
 from orchestrator.job import Job
 from orchestrator.model.modes import in_train_mode
 from orchestrator.model.parameter_division import PER_PARAMETER, extents_of, optimizer_error, touches_rows_alone
 from orchestrator.model.stages.own_stages import module_of
 from orchestrator.state import train_state
 from orchestrator.state.train_state import TrainState
-from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes, shards_of
-from orchestrator.strategies.asynchronous.parameter_server.wire import Push, Rows, number_dtype
 from orchestrator.strategies.update.gradients import clip
 from orchestrator.strategies.update.job_optimizer import optimizer_of, schedule_of
 from orchestrator.user_code.errors import JobError

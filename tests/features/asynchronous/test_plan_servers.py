@@ -1,4 +1,4 @@
-"""The plan of a parameter server: roles of the ranks, room for all of them, what is refused before anything starts."""
+"""Plans: the roles of workers and servers, room for all of them, the devices of one process; what is refused."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from helpers.files.golden import Golden
-from helpers.machines.plans import LAPTOP, errors_of, notes_of, plan_of
+from helpers.machines.plans import GPU_BOX, LAPTOP, UNEVEN, errors_of, notes_of, plan_of
 from jobs.resnet50 import ResNet50
 from jobs.sparse import SparseLogistic
 from jobs.toy import Toy
@@ -69,3 +69,23 @@ def test_running_statistics_of_workers_that_do_not_wait(words: list[str], warned
     notes, _ = notes_of(ResNet50(), *words)
     assert any(note.startswith("BatchNorm: ") for note in notes) == warned
     assert notes_of(SparseLogistic(), *words)[0] == ()
+
+
+@pytest.mark.parametrize(("words", "devices"), [([], 4), (["recovery.spares=1"], 2), (["recovery.spares=2"], 1)])
+def test_auto_gives_the_one_process_of_dp_the_gpus_of_the_largest_node(words: list[str], devices: int) -> None:
+    plan = plan_of(UNEVEN, "strategy=dp", "cluster.cpus_per_worker=0.5", *words)
+    assert (plan.world_size, plan.devices_per_worker, plan.gpus_per_worker) == (1, devices, devices)
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
+def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(strategy: str) -> None:
+    plan = plan_of(GPU_BOX, f"strategy={strategy}")
+    assert (plan.device, plan.mesh.num_workers, plan.gpus_per_worker) == ("cpu", 2, 0)
+    assert any(note.startswith(f"strategy={strategy} leaves the GPUs unused: its workers ") for note in plan.notes)
+    for nodes, word in ((LAPTOP, "cluster.device=auto"), (GPU_BOX, "cluster.device=cpu")):
+        assert not any("unused" in note for note in plan_of(nodes, f"strategy={strategy}", word, embedded=True).notes)
+
+
+def test_workers_that_share_memory_fit_on_one_node_with_their_spares() -> None:
+    nodes = tuple(Node(node_id=n, name=n, cpus=2, gpus=0) for n in "ab")
+    assert plan_of(nodes, "strategy=hogwild", "strategy.num_workers=2").one_node

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.features.asynchronous.parameter_server import wire
+from orchestrator.features.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes
 from orchestrator.state.transport import CPU
-from orchestrator.strategies.asynchronous.parameter_server import wire
-from orchestrator.strategies.asynchronous.parameter_server.placed_shards import PlacedShard, dense_bytes
 
 
 class ServerConnection:

@@ -20,6 +20,7 @@ from torch.nn.parallel import replicate
 from orchestrator.compat.modules import data_parallel_replica, own_buffers, own_children, own_parameters
 from orchestrator.config.schema import Config, TrainConfig
 from orchestrator.config.text import first_few
+from orchestrator.features.asynchronous.strategies import DPConfig
 from orchestrator.job import Job
 from orchestrator.model.batch import join, map_tensors, num_rows, rows_between, tensors_in, to_device
 from orchestrator.model.precision import Precision
@@ -31,7 +32,6 @@ from orchestrator.strategies.base import Traits
 from orchestrator.strategies.constructor import Outline, changed_weights
 from orchestrator.strategies.data.batch_parts import BatchPart, LossOfParts
 from orchestrator.strategies.data.datasets import example_batch, opened_dataset, ragged_error
-from orchestrator.strategies.keys import DPConfig
 from orchestrator.strategies.measure.job_metrics import BatchMetrics, loss_of
 from orchestrator.strategies.rank_context import Context
 from orchestrator.strategies.reduction import Weight, divisor_of, weighted, without_gradient
