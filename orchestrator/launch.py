@@ -110,7 +110,7 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     if options.cfg or options.info or options.package or options.resolve:
         return _show(options, redactor)
     if options.restarts is not None:
-        from orchestrator.driver.submit.restarts import launch_with_restarts
+        from orchestrator.driver.process.restarts import launch_with_restarts
 
         return launch_with_restarts(words, _number_of_restarts(options), redactor)
     from orchestrator.config.overrides import last_of_each, values

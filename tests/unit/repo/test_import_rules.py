@@ -72,8 +72,6 @@ RULES = {
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
                        "driver.process driver.code",                                           "ray"),
     "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
-    "driver.submit":  ("config records compat display driver.process driver.code "
-                       "driver.reporting",                                                     "ray"),
     "driver.preflight": ("user_code job storage config planning records compat state strategies "
                        "strategies.data strategies.update policy tracking driver.process "
                        "driver.code",                                                          "torch"),
@@ -91,14 +89,16 @@ RULES = {
     "driver":         ("job config planning timeline protocol records compat state prediction strategies "
                        "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
                        "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
-    "verbs":          ("user_code storage config records prediction strategies tracking display "
-                       "driver.process driver.reporting driver.queue driver.submit driver.preflight driver.sweep "
+    "verbs":          ("features user_code storage config records prediction strategies tracking display "
+                       "driver.process driver.reporting driver.queue driver.preflight driver.sweep "
                        "driver",                                                               ""),
     "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy tracking display "
                        "worker.process worker.control driver.process driver.code driver.nodes driver.preflight driver "
                        "verbs",                                                                "torch ray"),
     "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
                                                                                                "torch mlflow"),
+    "features.submit": ("job config compat records strategies tracking display driver.process driver.code "
+                       "driver.reporting driver.preflight verbs",                              "ray"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
     "jobs":         ("job",                                                                    "torch (pyarrow)"),
 }  # fmt: skip

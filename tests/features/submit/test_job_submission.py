@@ -19,9 +19,9 @@ from orchestrator.compat.ray.code_packages import make_package
 from orchestrator.config.build import ConfigError
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.shipped_code import size_errors
-from orchestrator.driver.preflight.submitted import checked
 from orchestrator.driver.process.origin import HERE, who_asks
-from orchestrator.driver.submit.job_submission import JobServer, Submission, make_submission
+from orchestrator.features.submit.job_submission import JobServer, Submission, make_submission
+from orchestrator.features.submit.submitted import checked
 from orchestrator.records.git import GitFacts, carried, git_facts
 
 pytestmark = pytest.mark.slow  # processes that follow a job

@@ -11,8 +11,8 @@ import pytest
 from helpers.files.golden import Golden
 from orchestrator import launch
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.submit import restarts
-from orchestrator.driver.submit.restarts import Child, launch_with_restarts
+from orchestrator.driver.process import restarts
+from orchestrator.driver.process.restarts import Child, launch_with_restarts
 from orchestrator.records.run_dir import RunDir
 
 pytestmark = pytest.mark.slow  # processes that are started again

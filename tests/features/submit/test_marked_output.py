@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from orchestrator.display.marked_output import MarkedLog, marked_output
+from orchestrator.features.submit.marked_output import MarkedLog, marked_output
 
 
 def log_of(capsys: pytest.CaptureFixture[str]) -> str:

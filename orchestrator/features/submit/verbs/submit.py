@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, TextIO, cast
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import last_of_each, masked
 from orchestrator.config.redact import Redactor
-from orchestrator.display.marked_output import JobLog
 from orchestrator.display.plain_text import say_note
 from orchestrator.display.terminal import closing_interrupts
 from orchestrator.driver.preflight.early_checks import refuse_early
+from orchestrator.features.submit.marked_output import JobLog
 from orchestrator.launch import RESTARTS_OPTION
 from orchestrator.verb_options import CONNECTION_LOST, INTERRUPTED, add_files, file_words
 from orchestrator.verb_outcome import outcome
 
 if TYPE_CHECKING:
     from orchestrator.driver.process.origin import Origin
-    from orchestrator.driver.submit.job_submission import JobServer
+    from orchestrator.features.submit.job_submission import JobServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    from orchestrator.driver.submit.job_submission import JobServer
+    from orchestrator.features.submit.job_submission import JobServer
 
     return _follow(JobServer(options.address), options.attach)
 
@@ -84,9 +84,9 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
         refuse_early([options.overrides], redactor, starts_here=False)
     # Imported here because errors in keys must not wait seconds for torch and Ray.
     from orchestrator.driver.preflight.run_config import URI_VARIABLE, tracking_variables
-    from orchestrator.driver.preflight.submitted import checked, visible_secrets
     from orchestrator.driver.process.origin import origin_of_submission
-    from orchestrator.driver.submit.job_submission import JobServer, make_submission
+    from orchestrator.features.submit.job_submission import JobServer, make_submission
+    from orchestrator.features.submit.submitted import checked, visible_secrets
     from orchestrator.records.git import git_facts
     from orchestrator.tracking.uri import is_redacted
 

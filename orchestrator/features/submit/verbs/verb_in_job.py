@@ -6,7 +6,7 @@ import os
 import sys
 
 from orchestrator import cli
-from orchestrator.display.marked_output import marked_output
+from orchestrator.features.submit.marked_output import marked_output
 
 
 def main() -> int:

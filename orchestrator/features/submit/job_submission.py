@@ -8,20 +8,16 @@ import math
 import os
 import queue
 import shlex
-import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-import orchestrator
 from orchestrator.compat.ray.code_packages import never_packaged, upload_file
 from orchestrator.compat.ray.connection import use_token_of_user
 from orchestrator.compat.ray.side_effects import ray_logs_errors_only
@@ -29,9 +25,8 @@ from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import masked
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.display.marked_output import MarkedLog
 from orchestrator.driver.code.shipped_code import module_paths
-from orchestrator.driver.process.origin import NO_PY_MODULES, PY_MODULES, Origin, origin_of_submission
+from orchestrator.driver.process.origin import NO_PY_MODULES, PY_MODULES, Origin
 from orchestrator.driver.process.signals import STOP_WAIT_VARIABLE, needed_stop_wait_s
 from orchestrator.driver.reporting import job_metadata, launch_name
 from orchestrator.records.git import GitFacts, carried
@@ -49,9 +44,6 @@ _NEW_S, _NEW_SIZE = 20.0, 1 << 15
 _TOKEN_MODE = "RAY_AUTH_MODE"
 _STOPPED = 143
 """The exit code of a command that SIGTERM has stopped."""
-_PACKAGE = Path(orchestrator.__file__).resolve().parent
-INSTALLED_THERE = ("doctor",)
-"""The verbs about the installation of the cluster itself, and not about its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,49 +293,3 @@ def _token_hint(error: Exception) -> str:
     if not any(word in str(error).lower() for word in ("token", "unauthenticated", "401", "403")):
         return ""
     return "; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the token of the cluster"
-
-
-def run_as_job(verb: str, words: Sequence[str], address: str) -> int:
-    """Run ``orchestrator <verb> <words>`` on the head node of a cluster.
-
-    It runs with the code of this process, or with the code of the head if it is in :data:`INSTALLED_THERE`.
-
-    Args:
-        verb: the name of the verb.
-        words: its arguments, without ``--address``.
-        address: the URL of Ray's dashboard.
-
-    Returns:
-        The exit code of the verb; 143 if someone has stopped the job.
-
-    Raises:
-        ConfigError: there is no cluster, or it refuses the job.
-        ConnectionError: the cluster does not answer any more.
-    """
-    server = JobServer(address)
-    origin = origin_of_submission(
-        (), given_address=address, address=address, working_dir=".", restarts=None, ray=server.ray_command
-    )
-    job = Submission(
-        id=f"orchestrator-{verb}-{datetime.now():%m%d-%H%M%S}-{os.urandom(2).hex()}",
-        entrypoint=shlex.join(["python", "-m", "orchestrator.verb_in_job", verb, *words]),
-        py_modules=[] if verb in INSTALLED_THERE else [_PACKAGE],
-        env={**origin.variables(), **_terminal()},
-        metadata={"job_name": f"orchestrator {verb}"},
-    )
-    log = MarkedLog()
-    try:
-        server.submit(job)
-        exit_code = server.follow(job.id, cast(TextIO, log), is_new=True)
-    finally:
-        server.remove(job.id)
-    log.end()
-    if exit_code != 0 and not log.has_marks:
-        sys.stderr.writelines(f"{line}\n" for line in log.preamble)
-    return exit_code
-
-
-def _terminal() -> dict[str, str]:
-    """Variables that let the verb write for the terminal here."""
-    width = {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
-    return {"PYTHONUTF8": "1", **width}
