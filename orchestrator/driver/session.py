@@ -30,7 +30,7 @@ from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
 from orchestrator.driver.process.run_context import EventStream, RunContext, RunResult, RunSpec, Silent
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
-from orchestrator.driver.queue.queue_place import queue_entry
+from orchestrator.driver.process.turns import turns_of
 from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
@@ -334,7 +334,7 @@ def _opened(
         chosen.look_back(read_metrics(run_dir), up_to_step=resume.step)
     namesakes = active_namesakes(run_dir)
     sweep_id = None if sweep is None else sweep["id"]
-    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
+    turns = turns_of(config, sizes, run_dir, redactor, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
     spec = RunSpec(
         config=with_shared_cores(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
@@ -347,7 +347,7 @@ def _opened(
         tokens_per_sample=checked_run.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),
         pickled_job=None if checked_run.given is None else checked_run.given.data,
-        queue_entry=redactor.data(queued, by_key=False),
+        turns=turns,
         checked_nodes=frozenset(node.node_id for node in launch.nodes),
         known_namesakes=frozenset(namesakes),
     )

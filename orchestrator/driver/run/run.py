@@ -149,7 +149,7 @@ class Run:
         generation = Generation(number, self._context, workers, start, telemetry=telemetry, earlier_hangs=hangs)
         if not only_saves:
             workers.note_placement()
-            workers.queue.has_workers()
+            workers.turns.has_workers()
             self._reports.begin_generation()
         return generation
 
@@ -230,9 +230,9 @@ class Run:
             How the next generation starts: from the checkpoint of the last step.
         """
         workers, step = self._workers, end.last_step
-        to, num_workers, waited_s = workers.queue.yield_to, workers.plan.mesh.num_workers, workers.waited_s
+        to, num_workers, waited_s = workers.turns.yield_to, workers.plan.mesh.num_workers, workers.waited_s
         self._recorder.enter("yielding")
-        workers.queue.begin_yielding()
+        workers.turns.begin_yielding()
         self._reports.finish_workers(end.outcomes)
         if not self._runs_script and (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")

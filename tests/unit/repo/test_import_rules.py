@@ -64,14 +64,13 @@ RULES = {
                        "strategies.measure strategies.data strategies.update worker.process "
                        "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
     "features.feeding": ("user_code job config protocol compat strategies.data worker worker.data", "ray"),
-    "driver.process": ("user_code config planning timeline protocol records compat policy",              "ray"),
+    "driver.process": ("features user_code config planning timeline protocol records compat policy", "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
                        "driver.process",                                                       "ray"),
     "driver.reporting": ("storage config protocol records compat "
                        "driver.process",                                                       "ray"),
     "driver.nodes":   ("storage config planning protocol records compat policy worker.process "
                        "driver.process driver.code",                                           "ray"),
-    "driver.queue":   ("config protocol records compat policy driver.process",                 "ray"),
     "driver.preflight": ("user_code job storage config planning records compat state strategies "
                        "strategies.data strategies.update policy tracking driver.process "
                        "driver.code",                                                          "torch"),
@@ -79,7 +78,7 @@ RULES = {
                        "driver.nodes",                                                         "ray"),
     "driver.run":     ("storage planning protocol records state strategies policy tracking display "
                        "worker.process worker.control worker driver.process driver.code driver.reporting driver.nodes "
-                       "driver.queue driver.gang",                                             "ray"),
+                       "driver.gang",                                             "ray"),
     "driver.debug":   ("user_code planning protocol strategies policy tracking display worker driver.process "
                        "driver.code driver.reporting driver.gang driver.run",                  ""),
     "driver.auto":    ("job config planning records prediction tuning strategies policy display driver.process "
@@ -87,16 +86,18 @@ RULES = {
     "driver.sweep":   ("user_code storage config planning protocol records state strategies display driver.process "
                        "driver.preflight",                                                     ""),
     "driver":         ("job config planning timeline protocol records compat state prediction strategies "
-                       "policy tracking display driver.process driver.code driver.reporting driver.nodes driver.queue "
+                       "policy tracking display driver.process driver.code driver.reporting driver.nodes "
                        "driver.preflight driver.run driver.debug driver.auto driver.sweep",    "torch ray"),
     "verbs":          ("features user_code storage config records prediction strategies tracking display "
-                       "driver.process driver.reporting driver.queue driver.preflight driver.sweep "
+                       "driver.process driver.reporting driver.preflight driver.sweep "
                        "driver",                                                               ""),
     "features.doctor": ("config storage planning protocol compat strategies.measure strategies policy tracking display "
                        "worker.process worker.control driver.process driver.code driver.nodes driver.preflight driver "
                        "verbs",                                                                "torch ray"),
     "features.export": ("user_code job compat config planning records state model strategies.data display verbs",
                                                                                                "torch mlflow"),
+    "features.queue":  ("config storage planning protocol records compat policy display driver.process verbs",
+                                                                                               "ray"),
     "features.submit": ("job config compat records strategies tracking display driver.process driver.code "
                        "driver.reporting driver.preflight verbs",                              "ray"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),

@@ -14,7 +14,7 @@ from orchestrator.driver.process.calls import NoWorkersError, UnfitError
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import Interrupted, ResourceWait, UnfitLimit, WaitMonitor
-from orchestrator.policy.queue_order import ClusterState, NodeState, Request
+from orchestrator.policy.shortage import ClusterState, NodeState, Request
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import SupersededError
 

@@ -8,11 +8,8 @@ import pytest
 
 from helpers.files.golden import Golden
 from helpers.machines.queue_entries import entry
-from orchestrator.display.run_list import order_notes, queue_table
-from orchestrator.driver.queue.run_queue import SETTLE_S, STALE_S, RunQueue
-from orchestrator.policy.queue_order import (
-    ClusterState,
-    NodeState,
+from orchestrator.features.queue.entries import NodeResources, QueueEntry
+from orchestrator.features.queue.queue_order import (
     find_entries,
     line,
     marked_over_share,
@@ -22,7 +19,9 @@ from orchestrator.policy.queue_order import (
     victims,
     why_waiting,
 )
-from orchestrator.protocol.queue_entries import NodeResources, QueueEntry
+from orchestrator.features.queue.run_queue import SETTLE_S, STALE_S, RunQueue
+from orchestrator.features.queue.shown import order_notes, queue_table
+from orchestrator.policy.shortage import ClusterState, NodeState
 from orchestrator.queue import main
 
 FOUR_CPUS = {"a": NodeResources(cpus=4, gpus=0, free_cpus=4, free_gpus=0)}

@@ -20,7 +20,7 @@ from orchestrator.storage.remote import is_url
 from orchestrator.verb_options import INTERRUPTED
 
 if TYPE_CHECKING:
-    from orchestrator.driver.queue.run_queue import QueueControl
+    from orchestrator.features.queue.control import QueueControl
 
 _DESCRIPTION = """\
 List the runs that share a Ray cluster, cancel one, or change its priority. A run waits until it is the first in the
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         address = os.environ.get("RAY_API_SERVER_ADDRESS")
     address = address or "auto"
     from orchestrator.config.build import ConfigError
-    from orchestrator.driver.queue.run_queue import QueueControl, QueueError
+    from orchestrator.features.queue.control import QueueControl, QueueError
 
     try:
         if is_url(address):
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(queue: QueueControl) -> None:
     from orchestrator.display.plain_text import writable
-    from orchestrator.display.run_list import order_notes, queue_table
+    from orchestrator.features.queue.shown import order_notes, queue_table
 
     entries = queue.entries()
     if not entries:

@@ -6,18 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from orchestrator.protocol.run_label import ID_LENGTH, run_label
+
 QueueState = Literal["waiting", "unfit", "reserving", "running", "yielding"]
 """``waiting``: without workers; ``unfit``: without workers, and the cluster is too small for them; ``reserving``: may
 acquire its workers, as the only run at a time; ``running``: has workers; ``yielding``: saves a checkpoint, and then
 releases its workers and waits again. Only the queue says ``unfit``; the driver of such a run reports another state."""
-
-
-ID_LENGTH = 6
-
-
-def run_label(name: str, uid: str) -> str:
-    """Return what a run is called on its cluster: its name, which other runs may have too, and its short id."""
-    return f"{name}-{uid[:ID_LENGTH]}"
 
 
 @dataclass(frozen=True, kw_only=True)

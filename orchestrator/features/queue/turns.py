@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -15,17 +16,20 @@ import ray
 import ray.exceptions
 
 from orchestrator.compat.ray.connection import is_own_ray
+from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.config.text import first_few
 from orchestrator.driver.process.calls import GangError
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.turns import Turns
 from orchestrator.driver.process.waiting import TurnLostError, UnfitLimit, cluster_state
-from orchestrator.driver.queue.run_queue import POLL_EVERY_S, open_queue
+from orchestrator.features.queue.entries import QueueAnswer, QueueEntry, QueueState
+from orchestrator.features.queue.queue_order import why_waiting
+from orchestrator.features.queue.run_queue import POLL_EVERY_S, open_queue
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.queue_order import why_waiting
 from orchestrator.protocol.events import WaitingInQueue
-from orchestrator.protocol.queue_entries import ID_LENGTH, QueueAnswer, QueueEntry, QueueState
+from orchestrator.protocol.run_label import ID_LENGTH
 from orchestrator.records.lock import user_name
 from orchestrator.records.run_dir import RunDir
 
@@ -38,14 +42,24 @@ _CHECK_EVERY_S = 0.2
 _END_TIMEOUT_S = 2.0
 
 
-def queue_entry(
-    config: Config, sizes: Sizes, run_dir: RunDir, *, run_uid: str, submitted_at: float, sweep: str | None
-) -> QueueEntry | None:
-    """Return the entry of a run that is to be queued; None if it has a Ray of its own, or ``cluster.queue=false``."""
+def turns_of(
+    config: Config,
+    sizes: Sizes,
+    run_dir: RunDir,
+    redactor: Redactor,
+    *,
+    run_uid: str,
+    submitted_at: float,
+    sweep: str | None,
+) -> Callable[..., Turns]:
+    """Return what makes the turns of a run: its place in the queue, unless it has a Ray of its own, or is not to queue.
+
+    It has the arguments of :class:`~orchestrator.driver.process.turns.Turns`.
+    """
     if not config.cluster.queue or is_own_ray():
-        return None
+        return Turns
     plan = sizes.plan(sizes.smallest)
-    return QueueEntry(
+    entry = QueueEntry(
         uid=run_uid,
         name=config.run_name,
         location=run_dir.location,
@@ -63,27 +77,20 @@ def queue_entry(
         sweep=sweep,
         most_workers=sizes.max_processes,
     )
+    return functools.partial(QueuePlace, redactor.data(entry, by_key=False))
 
 
-class QueuePlace:
+class QueuePlace(Turns):
     """Polls the queue about once a second while in the context, whatever the driver is doing.
 
     Args:
-        entry: the run; None if it is not queued, and then every turn is its own.
-        timeout_s: the longest wait for a turn; None for no limit.
-        unfit_timeout_s: the longest wait while the cluster is too small for the run; None for no limit.
-        known_namesakes: the uids of other runs of this name that the user has been warned of.
-        reserved: returns how many workers the run has reserved resources for, by the id of their node. Called by
-            another thread, as ``avoids``.
-        avoids: returns why no worker of the run may start on some nodes, by node id.
-
-    Attributes:
-        waited_s: how long the run has waited for its turns, in seconds.
+        entry: the run.
+        others: see :class:`~orchestrator.driver.process.turns.Turns`.
     """
 
     def __init__(
         self,
-        entry: QueueEntry | None,
+        entry: QueueEntry,
         events: EventStream,
         stop: StopSignals,
         *,
@@ -93,7 +100,7 @@ class QueuePlace:
         reserved: Callable[[], Mapping[str, int]] = dict,
         avoids: Callable[[], Mapping[str, str]] = dict,
     ):
-        self.waited_s = 0.0
+        super().__init__(events, stop)
         self._entry = entry
         self._events = events
         self._stop = stop
@@ -115,13 +122,10 @@ class QueuePlace:
 
     def __enter__(self) -> QueuePlace:
         self._heard_at = time.monotonic()
-        if self._entry is not None:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._entry is None:
-            return
         self._ended = True
         self._poll_now.set()
         self._thread.join(_END_TIMEOUT_S)
@@ -138,8 +142,6 @@ class QueuePlace:
             GangError: ``cluster.queue_timeout_s`` has passed.
             UnfitError: the cluster has been too small for ``cluster.unfit_timeout_s``.
         """
-        if self._entry is None:
-            return
         self._enter("waiting", overtook=())
         began, unfit = time.monotonic(), UnfitLimit(self._unfit_timeout_s)
         reported: WaitingInQueue | None = None
@@ -198,9 +200,9 @@ class QueuePlace:
         self._enter("yielding")
 
     @property
-    def state(self) -> QueueState | None:
-        """The state of the run, as it is reported; None if it is not queued."""
-        return None if self._entry is None else self._entry.state
+    def state(self) -> QueueState:
+        """The state of the run, as it is reported."""
+        return self._entry.state
 
     @property
     def yield_to(self) -> str | None:
@@ -216,7 +218,7 @@ class QueuePlace:
     def _enter(self, state: QueueState, *, overtook: tuple[str, ...] | None = None) -> None:
         """Report a new state at once; ``overtook``: see :class:`QueueEntry`, None to keep it."""
         with self._lock:
-            if self._entry is None or self._entry.state == state:
+            if self._entry.state == state:
                 return
             overtook = self._entry.overtook if overtook is None else overtook
             self._entry = replace(self._entry, state=state, overtook=overtook, since=time.time())
@@ -254,7 +256,6 @@ class QueuePlace:
         """Warn of other runs of this name at the first answer."""
         if answer is None or self._known_namesakes is None:
             return
-        assert self._entry is not None
         unknown, self._known_namesakes = set(answer.namesakes).difference(self._known_namesakes), None
         if unknown:
             ids = sorted(uid[:ID_LENGTH] for uid in unknown)
@@ -264,12 +265,11 @@ class QueuePlace:
             )
 
     def _why(self) -> str:
-        assert self._entry is not None
         return why_waiting(self._entry, cluster_state(trouble=self._avoids()), now=time.time())
 
     def _answer(self, state: QueueState) -> QueueAnswer | None:
         """Return the answer to a poll in the present state, which is ``state``; None if there is none yet."""
-        if self._entry is None or self._answered is None:
+        if self._answered is None:
             return None
         sent, answer = self._answered
         return answer if sent.state == state and sent.since == self._entry.since else None
@@ -282,7 +282,6 @@ class QueuePlace:
 
     def _poll(self) -> None:
         entry = self._entry
-        assert entry is not None
         try:
             if self._queue is None:
                 self._queue = open_queue(again=self._answered is not None)
@@ -294,7 +293,7 @@ class QueuePlace:
                 self._queue = None
             return
         with self._lock:
-            if self._entry is not None and self._entry.priority != answer.priority:
+            if self._entry.priority != answer.priority:
                 self._entry = replace(self._entry, priority=answer.priority)
         self._answered, self._heard_at = (entry, answer), time.monotonic()
         self._news.set()
