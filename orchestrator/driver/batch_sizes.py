@@ -21,6 +21,7 @@ from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.session import brief_runs
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.batch_sizes import Trial, fastest, next_size
+from orchestrator.strategies import registry
 
 KEY = "train.global_batch_size"
 OUT_OF_MEMORY = "out of memory"
@@ -44,7 +45,7 @@ def search(words: Sequence[str], redactor: Redactor, *, steps: int, largest: int
     """
     (checked_run,) = check_all([words], redactor)
     config = checked_run.config
-    if config.strategy.name in ("auto", "script"):
+    if config.strategy.name == "auto" or registry.load(config.strategy.name).runs_script:
         raise ConfigError([f"strategy={config.strategy.name}: it has no batch of its own; choose another strategy"])
     trials: list[Trial] = []
     why, others = "", [word for word in words if not word.startswith(f"{KEY}=")]

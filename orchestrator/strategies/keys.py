@@ -225,16 +225,5 @@ class AutoConfig(StrategyConfig):
         return "parameter_server" in self.candidates
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptConfig(StrategyConfig):
-    """The keys of ``script``."""
-
-    name: Literal["script"]
-
-    @property
-    def elastic(self) -> bool:
-        return True
-
-
 PRESETS = ("single", "ddp", "fsdp", "hsdp", "model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline", "mesh")
 """The products of dimensions that have a name."""

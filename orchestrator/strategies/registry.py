@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator import features
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.strategies.keys import PRESETS, AutoConfig, ScriptConfig, keys_of
+from orchestrator.strategies.keys import PRESETS, AutoConfig, keys_of
 
 if TYPE_CHECKING:
     from orchestrator.strategies.rules import Rules
 
 _OWN: Mapping[str, tuple[type[StrategyConfig], str]] = {
     "auto": (AutoConfig, f"{__package__}.auto"),
-    "script": (ScriptConfig, f"{__package__}.external.script"),
     **{
         name: (keys, f"{found.__package__}.{module}")
         for found in features.modules("strategies")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.compose import OF_THE_LOOP
 from orchestrator.config.operation import SINKS
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
@@ -20,6 +19,7 @@ from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
+from orchestrator.strategies import registry
 from orchestrator.tracking import wandb
 from orchestrator.tracking.sinks import load_sink
 from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
@@ -156,8 +156,9 @@ def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
     A script has none of the sections that its own code replaces.
     """
-    is_script = (recorded.get("strategy") or {}).get("name") == "script"
-    left_out = (*OF_THE_LOOP, "start_from") if is_script else ()
+    name = (recorded.get("strategy") or {}).get("name")
+    unread = getattr(registry.config_class(name), "unread", ()) if name in registry.NAMES else ()
+    left_out = (*unread, "start_from") if unread else ()
     return {
         key: value
         for key, value in _flatten(recorded).items()

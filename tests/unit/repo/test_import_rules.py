@@ -59,10 +59,9 @@ RULES = {
                        "strategies.data worker.control",                                       "torch"),
     "worker.reports": ("user_code job config protocol records compat state strategies "
                        "strategies.measure worker.process worker.control worker.measure",      "torch"),
-    "worker.script":  ("user_code protocol records script_api strategies policy worker.process worker.control", ""),
     "worker":         ("user_code job config protocol records compat state model strategies "
                        "strategies.measure strategies.data strategies.update worker.process "
-                       "worker.control worker.measure worker.data worker.reports worker.script", "torch ray"),
+                       "worker.control worker.measure worker.data worker.reports", "torch ray"),
     "features.feeding": ("user_code job config protocol compat strategies.data worker worker.data", "ray"),
     "driver.process": ("features user_code config planning timeline protocol records compat policy", "ray"),
     "driver.code":    ("user_code job config planning protocol compat display worker.process "
@@ -98,6 +97,8 @@ RULES = {
                                                                                                "torch mlflow"),
     "features.queue":  ("config storage planning protocol records compat policy display driver.process verbs",
                                                                                                "ray"),
+    "features.scripts": ("user_code job config planning protocol records script_api strategies policy worker.process "
+                       "worker.control worker display verbs",                                  "ray"),
     "features.submit": ("job config compat records strategies tracking display driver.process driver.code "
                        "driver.reporting driver.preflight verbs",                              "ray"),
     "features.tokenize": ("config records display verbs",                                      "(pyarrow)"),
@@ -111,7 +112,7 @@ KNOWS = {
     ("tracking", "mlflow"): {"tracking.mlflow", "tracking.mlflow_sweep", "tracking.mlflow_model"},
     ("tracking", "torch"): {"tracking.sinks"},
     ("features.export", "mlflow"): {"features.export.loader"},
-    ("worker", "ray"): {"worker.base_actor", "worker.actor", "worker.script_actor"},
+    ("worker", "ray"): {"worker.base_actor", "worker.actor"},
     ("compat", "ray"): {
         "compat.ray.counted_sources",
         "compat.ray.datasets",
@@ -367,7 +368,7 @@ def test_each_room_of_the_strategies_has_modules() -> None:
         ("orchestrator.strategies.registry", set(), "a wrong key is refused at once"),
         *((module, set(), "so it is of a feature") for module in files() if re.fullmatch(STRATEGIES, module)),
         ("orchestrator.worker.actor", {"torch", "ray"}, "a worker starts without Hydra and MLflow"),
-        ("orchestrator.worker.script_actor", {"ray"}, "the worker of a script starts without torch"),
+        ("orchestrator.features.scripts.script_actor", {"ray"}, "the worker of a script starts without torch"),
         ("orchestrator.strategies", {"torch"}, "a strategy is plain torch"),
         ("jobs.digits", {"torch"}, "a job is plain torch"),
         ("jobs.gpt", {"torch"}, "a job is plain torch"),

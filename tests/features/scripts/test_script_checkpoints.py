@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from helpers.servers.object_store import OUTPUT, s3  # noqa: F401 - s3 is a fixture
+from orchestrator.features.scripts.stored_checkpoints import StoredCheckpoints
 from orchestrator.records.run_dir import RunDir
 from orchestrator.storage.remote import Remote
-from orchestrator.worker.script.stored_checkpoints import StoredCheckpoints
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import psutil
 
+from orchestrator.features.scripts.at_start import sitecustomize
 from orchestrator.protocol.messages import Assignment, TrainPoint
 from orchestrator.protocol.metrics import Metric
 from orchestrator.records.lock import end_with_parent
 from orchestrator.script_api import CHECKPOINTS_VARIABLE, MOST_STEPS, REPORT_VARIABLE, send
 from orchestrator.worker.process.family import adopt_orphans, end_family
 from orchestrator.worker.process.network import flight_variables
-from orchestrator.worker.script.at_start import sitecustomize
 
 IDLE_SHARE = 0.02
 """A script that uses a smaller share of a CPU, with its children, does nothing."""

@@ -15,11 +15,11 @@ import torch
 
 import orchestrator
 from orchestrator import script_api
+from orchestrator.features.scripts.child_process import LONGEST_LINE, MOST_STEP_TIMES, Lines, Reports, ReportSocket
 from orchestrator.planning.mesh import Mesh
 from orchestrator.policy.aggregate import Aggregator
 from orchestrator.protocol.metrics import Metric
 from orchestrator.script_api import LARGEST_REPORT_BYTES, MOST_STEPS
-from orchestrator.worker.script.child_process import LONGEST_LINE, MOST_STEP_TIMES, Lines, Reports, ReportSocket
 
 
 @pytest.fixture(autouse=True)

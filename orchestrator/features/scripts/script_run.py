@@ -17,6 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from orchestrator.features.scripts import child_process
+from orchestrator.features.scripts.event_files import MARK, EventFiles
+from orchestrator.features.scripts.script_failure import STOP_CODES, script_failure, why_not_stopped
+from orchestrator.features.scripts.stored_checkpoints import StoredCheckpoints, upload_until
 from orchestrator.protocol.events import FirstStepDone, MetricsLogged, StepsKnown, Warned
 from orchestrator.protocol.messages import Assignment, Failure, FlightRecord, Outcome, Stacks
 from orchestrator.records.rank_log import log_tail
@@ -26,10 +30,6 @@ from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.process.node_facts import kernel_oom_kills
 from orchestrator.worker.process.output import flight_record_of
-from orchestrator.worker.script import child_process
-from orchestrator.worker.script.event_files import MARK, EventFiles
-from orchestrator.worker.script.script_failure import STOP_CODES, script_failure, why_not_stopped
-from orchestrator.worker.script.stored_checkpoints import StoredCheckpoints, upload_until
 
 WORK_CHECKS = 10
 """How often the CPU time of a script is read in ``recovery.hang_max_s``, which looks at all processes of the node."""

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from helpers.ranks.script_runs import assignment
+from orchestrator.features.scripts.child_process import installed_packages, script_environment
 from orchestrator.protocol.messages import Assignment, Place
-from orchestrator.worker.script.child_process import installed_packages, script_environment
 
 PLACES = (Place(0, 2), Place(0, 5), Place(1, 0), Place(0, 7))
 
@@ -82,7 +82,7 @@ def test_only_rank_0_logs_to_the_run_on_the_tracking_server(tmp_path: Path) -> N
 def test_the_worker_reads_its_orders_without_torch(tmp_path: Path) -> None:
     program = """
 import sys
-from orchestrator.worker.script_actor import Assignment
+from orchestrator.features.scripts.script_actor import Assignment
 Assignment.unpacked(sys.stdin.buffer.read(), global_rank=0)
 assert "torch" not in sys.modules
 """

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from orchestrator.features.scripts import child_process
+from orchestrator.features.scripts.script_actor import ScriptWorker
 from orchestrator.job import Job
 from orchestrator.protocol.events import FirstStepDone, StepsKnown
 from orchestrator.protocol.messages import Assignment, Outcome
@@ -21,8 +23,6 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies.external.job import Script
 from orchestrator.user_code.errors import JobError
 from orchestrator.worker.debug_worker import InThisProcess
-from orchestrator.worker.script import child_process
-from orchestrator.worker.script_actor import ScriptWorker
 
 _CHUNK_BYTES = 1 << 16
 _REPORTS_S = 2.0

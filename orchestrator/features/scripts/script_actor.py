@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.features.scripts.script_run import ScriptRun
 from orchestrator.job import Job
 from orchestrator.protocol.messages import Assignment, Failure, Outcome, Stacks
 from orchestrator.records.rank_log import log_tail
@@ -25,7 +26,6 @@ from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.process import network
 from orchestrator.worker.process.output import all_stacks, print_error
 from orchestrator.worker.process.shared_directory import NotSharedError
-from orchestrator.worker.script.script_run import ScriptRun
 
 _EXPLAINED = (JobError, NotSharedError)
 """Errors whose text says what the user has to change."""

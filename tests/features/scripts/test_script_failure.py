@@ -6,9 +6,14 @@ import signal
 import pytest
 
 from helpers.files.golden import Golden
+from orchestrator.features.scripts.script_failure import (
+    LONGEST_MESSAGE,
+    last_traceback,
+    script_failure,
+    why_not_stopped,
+)
 from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import Failure, Outcome
-from orchestrator.worker.script.script_failure import LONGEST_MESSAGE, last_traceback, script_failure, why_not_stopped
 
 RAISED = """\
 loading

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.features.scripts.child_process import Reports, ScriptProcess
+from orchestrator.features.scripts.event_files import MARK, EventFiles
 from orchestrator.script_api import REPORT_VARIABLE
-from orchestrator.worker.script.child_process import Reports, ScriptProcess
-from orchestrator.worker.script.event_files import MARK, EventFiles
 
 
 def field(number: int, content: bytes) -> bytes:
