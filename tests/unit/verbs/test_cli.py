@@ -10,6 +10,7 @@ import pytest
 from orchestrator import cli
 
 WIDTH = 100
+SCRIPTS = pytest.mark.needs("scripts")
 
 
 def test_help_of_the_command_lists_every_verb_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,9 +64,13 @@ def test_every_verb_is_a_module_with_a_main(verb: str) -> None:
         ("continue", "use resume=last, "),
         ("zzz", "valid: batch-size, "),
         ("train", "to train a job, `orchestrator launch job=<name>`"),
-        ("fit blobs.py", "to run a script, `orchestrator torchrun blobs.py`; for a job in it, job=<module>.<class>"),
-        ("python blobs.py", "to run a script, `orchestrator torchrun blobs.py`"),
-        ("blobs.py", "to run a script, `orchestrator torchrun blobs.py`"),
+        pytest.param(
+            "fit blobs.py",
+            "to run a script, `orchestrator torchrun blobs.py`; for a job in it, job=<module>.<class>",
+            marks=SCRIPTS,
+        ),
+        pytest.param("python blobs.py", "to run a script, `orchestrator torchrun blobs.py`", marks=SCRIPTS),
+        pytest.param("blobs.py", "to run a script, `orchestrator torchrun blobs.py`", marks=SCRIPTS),
         ("shwo blobs.py", "did you mean show?"),
     ],
 )

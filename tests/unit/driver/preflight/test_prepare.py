@@ -167,6 +167,7 @@ def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
     assert "job.where" not in params
 
 
+@pytest.mark.needs("scripts")
 def test_a_script_has_its_arguments_as_parameters_and_none_of_what_its_code_replaces(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     args = "data.txt --lr 0.003 --warm-up=5 --sizes 1 2 --fast -x 3 --scale -1 --password hunter2 hidden=8 +a.b=c=d"
