@@ -126,11 +126,14 @@ def cpus_for_data(plan: Plan, nodes: Sequence[Node] | None) -> tuple[str, str | 
     total, workers = sum(node.cpus for node in nodes), plan.world_size + plan.spares
     left = total - workers * plan.cpus_per_worker
     note = f"{where}, on {left:g} of {total:g} CPUs"
-    if left >= 1:
-        return note, None
+    each = {"CPU": plan.cpus_per_worker}
+    for free in range(len(nodes)):
+        beside = [{"CPU": node.cpus - (number == free)} for number, node in enumerate(nodes)]
+        if beside[free]["CPU"] >= 0 and workers_on_nodes(each, beside) >= workers:
+            return note, None
     return note, (
-        f"job.dataset: {where}, and {workers} x {plan.cpus_per_worker:g} of the {total:g} CPUs are for them; lower "
-        "strategy.num_workers or cluster.cpus_per_worker, or add nodes"
+        f"job.dataset: {where}, and {workers} x {plan.cpus_per_worker:g} of the {total:g} CPUs are for them, which "
+        "leaves none on any node; lower strategy.num_workers or cluster.cpus_per_worker, or add nodes"
     )
 
 

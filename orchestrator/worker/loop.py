@@ -316,6 +316,7 @@ class Loop:
                 steps.save_histograms(step)
                 if step == first_step and self.assignment.generation == 1 and not self._has_all_steps:
                     self._try_out(data)
+                    data.check_order(confirm=self.strategy.hooks.confirm)
                     steps.window.timer.restart()
                 if self._evaluation_due() or self._checkpoint_due():
                     steps.window.check_finite()

@@ -12,7 +12,7 @@ from pyarrow.fs import LocalFileSystem, S3FileSystem, copy_files
 from ray.cluster_utils import Cluster
 
 from helpers.conformance.reference import plain_losses
-from helpers.jobs.row_jobs import RowJob, write_files
+from helpers.jobs.row_jobs import RowJob, write_files, write_images, write_texts
 from helpers.records.runs import events, losses, wait_for, wait_for_step
 from helpers.servers.object_store import BUCKET, S3Server, s3  # noqa: F401 - s3 is a fixture
 from orchestrator.compat.ray.side_effects import without_services
@@ -33,20 +33,27 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("kind", "alone", "write"), [("texts", "stream", write_texts), ("images", "pixels", write_images)]
+)
 def test_a_node_of_data_and_the_driver_are_lost_and_the_losses_are_those_of_a_plain_loop(
     s3: S3Server,  # noqa: F811
     cluster: Cluster,
     launch: Callable[..., Any],
     tmp_path: Path,
+    kind: str,
+    alone: str,
+    write: Callable[[Path], None],
 ) -> None:
-    expected = plain_losses(RowJob(), batch=BATCH, steps=STEPS)
-    write_files(tmp_path / "rows")
+    """Tasks tokenize texts, or decode images, of which no node has a copy; one of those that tokenize dies."""
+    expected = plain_losses(RowJob(kind=alone), batch=BATCH, steps=STEPS)
+    write(tmp_path / "rows")
     store = S3FileSystem(endpoint_override=s3.environment["AWS_ENDPOINT_URL"])
     copy_files(str(tmp_path / "rows"), f"{BUCKET}/rows", LocalFileSystem(), store)
     only_data = cluster.add_node(num_cpus=1)
     words = (
         f"cluster.address={cluster.address}", "cluster.cpus_per_worker=2", "strategy=ddp", "strategy.num_workers=2",
-        "job._target_=helpers.jobs.row_jobs.RowJob", "job.kind=dying", f"job.folder=s3://{BUCKET}/rows",
+        "job._target_=helpers.jobs.row_jobs.RowJob", f"job.kind={kind}", f"job.folder=s3://{BUCKET}/rows",
         f"job.mark={tmp_path / 'died'}", "job.pause_ms=300", f"train.steps={STEPS}", f"train.global_batch_size={BATCH}",
         "train.log_every=1", "train.eval_every=0", "checkpoint.every=5", "tracking=none", "data.batches_ahead=2",
     )  # fmt: skip
@@ -64,7 +71,7 @@ def test_a_node_of_data_and_the_driver_are_lost_and_the_losses_are_those_of_a_pl
     output, _ = second.communicate(timeout=400)
     assert second.returncode == 0, output
     assert losses(run_dir) == pytest.approx(expected, rel=1e-4)
-    assert (tmp_path / "died").exists()
+    assert (tmp_path / "died").exists() == (kind == "texts")
     assert events(run_dir, "worker_lost") == [], "the workers go on"
 
 

@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.conformance.reference import numbered, plain_losses, plainly
 from helpers.jobs import row_jobs
+from helpers.jobs.library_streams import LIBRARIES, LibraryRows
 from helpers.jobs.row_jobs import ROWS, RowJob, TokenRows, write_files, write_images, write_tokens
 from helpers.records.runs import events, in_campaign, losses, series, wait_for_step
 from orchestrator.compat.ray import counted_sources, datasets
@@ -71,6 +72,25 @@ def test_a_run_resumes_within_an_epoch_on_another_number_of_workers(
     assert len(again) == len(warnings(resumed.run_dir)) == (kind == "sieved")
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_stream_of_a_library_resumes_within_an_epoch_on_another_number_of_workers(
+    run: Any, tmp_path: Path, kind: str
+) -> None:
+    write, _ = LIBRARIES[kind]
+    write(folder := tmp_path / "rows")
+    words = (*WORDS, "job._target_=helpers.jobs.library_streams.LibraryRows", f"job.kind={kind}",
+             f"job.folder={folder}", "data.read=run", "checkpoint.every=4")  # fmt: skip
+    first = run(*words, "strategy.num_workers=2", "recovery.max_failures=0", "recovery.chaos=[kill@19:0]")
+    assert first.exit_code == 1, first.reason
+    resumed = run(*words, f"resume={first.run_dir}", "strategy.num_workers=1", "recovery.chaos=[]")
+    assert resumed.exit_code == 0, resumed.reason
+    expected = plain_losses(LibraryRows(kind=kind, folder=str(folder)), batch=BATCH, steps=STEPS)
+    assert losses(resumed.run_dir) == pytest.approx(expected, rel=1e-4)
+    again = [warning for warning in warnings(resumed.run_dir) if "reading past" in warning]
+    assert len(again) == (kind == "webdataset")
+
+
 LAYOUTS = {
     "single": ("single",),
     "ddp": ("ddp", "num_workers=3"),
@@ -126,7 +146,7 @@ def test_a_run_that_grows_reads_on_at_the_next_row(
 
 
 def test_workers_that_reserve_every_cpu_are_refused_with_the_numbers(run: Any, folder: Path) -> None:
-    result = run(*WORDS, "strategy.num_workers=4", "cluster.cpus_per_worker=1", "job.kind=rows", f"job.folder={folder}")
+    result = run(*WORDS, "strategy.num_workers=2", "cluster.cpus_per_worker=2", "job.kind=rows", f"job.folder={folder}")
     assert result.exit_code != 0
     assert "4 of the 4 CPUs of the cluster are reserved" in result.reason
 
@@ -137,18 +157,19 @@ def kill_feeder(folder: Path) -> None:
     ray.kill(ray.get_actor(name["name"], namespace=name["namespace"]))
 
 
+@pytest.mark.parametrize(("kind", "read"), [("dying", "rank"), *in_campaign(("stream", "node"), ("stream", "run"))])
 def test_a_lost_reader_rank_and_feeder_change_no_loss(
-    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path
+    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path, kind: str, read: str
 ) -> None:
     killer = threading.Thread(target=kill_feeder, args=(tmp_path,))
     killer.start()
-    result = run(*WORDS, "strategy.num_workers=2", "job.kind=dying", f"job.folder={folder}",
+    result = run(*WORDS, "strategy.num_workers=2", f"job.kind={kind}", f"data.read={read}", f"job.folder={folder}",
                  f"job.mark={tmp_path / 'died'}", "job.pause_ms=50", "recovery.chaos=[kill@9:0]",
                  "train.eval_every=15")  # fmt: skip
     killer.join(10)
     assert not killer.is_alive()
     assert result.exit_code == 0, result.reason
-    assert (tmp_path / "died").exists()
+    assert (tmp_path / "died").exists() == (kind == "dying")
     assert (result.summary["restarts"], result.summary["steps_lost"]) == (1, 0)
     assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
 

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 
 from orchestrator.compat.ray.counted_sources import operators
+from orchestrator.compat.ray.gcs import total_resources
 
 
 class SchemaError(Exception):
@@ -130,29 +131,53 @@ def columns(ref: Any) -> Mapping[str, Any]:
     return found
 
 
+def unreserved() -> list[dict[str, float]]:
+    """Return the resources of each living node that no placement group reserves."""
+    left = {node_id: dict(resources) for node_id, resources in total_resources().items()}
+    for group in ray.util.placement_group_table().values():
+        if group["state"] == "CREATED":
+            for number, bundle in group["bundles"].items():
+                node = left.get(group["bundles_to_node_id"].get(number), {})
+                for kind in node.keys() & bundle.keys():
+                    node[kind] -= bundle[kind]
+    return list(left.values())
+
+
 def free_cpus() -> tuple[float, float]:
     """Return how many CPUs of the cluster no placement group reserves, and how many it has."""
-    groups = ray.util.placement_group_table().values()
-    reserved = sum(
-        bundle.get("CPU", 0.0)
-        for group in groups
-        if group["state"] == "CREATED"
-        for bundle in group["bundles"].values()
-    )
-    total = ray.cluster_resources().get("CPU", 0.0)
-    return total - reserved, total
+    return sum(node.get("CPU", 0.0) for node in unreserved()), ray.cluster_resources().get("CPU", 0.0)
 
 
 def no_cpus() -> str | None:
-    """Return why tasks of the data would wait for ever; None if they do not."""
-    free, total = free_cpus()
-    if free >= 1:
+    """Return why tasks of the data would wait for ever; None if a node has a CPU for them."""
+    if any(node.get("CPU", 0.0) >= 1 for node in unreserved()):
         return None
     return (
-        f"{total - free:g} of the {total:g} CPUs of the cluster are reserved, by the workers of this run and by "
-        "others, so that the tasks of Ray Data would wait for ever; lower strategy.num_workers or "
-        "cluster.cpus_per_worker, or add nodes"
+        f"{reserved()}, and no node has one left, so that the tasks of Ray Data would wait for ever; lower "
+        "strategy.num_workers or cluster.cpus_per_worker, or add nodes"
     )
+
+
+def reserved() -> str:
+    """Return how many CPUs of the cluster are reserved, as a clause."""
+    free, total = free_cpus()
+    return (
+        f"{total - free:g} of the {total:g} CPUs of the cluster are reserved, by the workers of this run and by others"
+    )
+
+
+def needs_of(dataset: Any) -> list[tuple[str, dict[str, float], int]]:
+    """Return for each operator its name, the resources of each of its tasks or actors, and how many actors it keeps."""
+    found = []
+    for operator in dataset._logical_plan.dag.post_order_iter():
+        if (compute := getattr(operator, "compute", None)) is None:
+            continue
+        options = operator.ray_remote_args or {}
+        asked = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
+        each = {kind: float(number) for kind, number in asked.items() if number is not None}
+        each.setdefault("CPU", 0.0 if each.get("GPU") else 1.0)
+        found.append((operator.name, each, getattr(compute, "min_size", 0)))
+    return found
 
 
 def store_bytes() -> float:

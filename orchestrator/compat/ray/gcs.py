@@ -80,6 +80,11 @@ def all_nodes() -> Sequence[Any]:
     return known_nodes(address, timeout_s=ANSWER_TIMEOUT_S * ATTEMPTS, outlives=True)
 
 
+def total_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return the resources of each living node by its id."""
+    return {node["NodeID"]: node["Resources"] for node in _answer(ray.nodes) if node["Alive"]}
+
+
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return the free resources of each living node by its id, as the GCS server has heard of them last."""
     resources: Mapping[str, Mapping[str, float]] = _answer(find_internal(Internal.FREE_RESOURCES))

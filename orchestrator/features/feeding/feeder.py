@@ -22,6 +22,7 @@ from orchestrator.config.eval_splits import TRAIN
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.features.feeding.feed import Feed, Request, Share, Source, failure_of
+from orchestrator.features.feeding.needs import Need, shortage
 from orchestrator.features.feeding.rows import Reading, Rows
 from orchestrator.features.feeding.streams import Stream
 from orchestrator.job import Job
@@ -66,12 +67,21 @@ class Feeder:
         seed: of the run.
         window: ``data.shuffle_window``.
         count: the samples of a global batch of training.
+        grows: whether the cluster adds nodes for tasks that wait.
         limit: the samples of an epoch of training at most; None for all.
         has_rows: whether it is known that some data is a dataset of Ray Data.
     """
 
     def __init__(
-        self, job: Job, *, seed: int, window: int, count: int, limit: int | None = None, has_rows: bool = False
+        self,
+        job: Job,
+        *,
+        seed: int,
+        window: int,
+        count: int,
+        limit: int | None = None,
+        has_rows: bool = False,
+        grows: bool = False,
     ):
         self._job = job
         self._seed = seed
@@ -79,6 +89,7 @@ class Feeder:
         self._count = count
         self._limit = limit
         self._has_rows = has_rows
+        self._grows = grows
         self._lock = threading.Lock()
         self._feeds: dict[tuple[str, int], Feed] = {}
         self._opened: dict[str, Any] = {}
@@ -90,15 +101,19 @@ class Feeder:
         repeats = not request.once
         with self._lock:
             key = (split, 0 if repeats else request.count)
-            feed = self._feeds.setdefault(
-                key,
-                Feed(
+            if key not in self._feeds:
+                self._feeds[key] = Feed(
                     functools.partial(self._source, split, count=request.count, repeats=repeats),
                     keep_bytes=0.0 if repeats else KEPT_BYTES,
                     store_bytes=ray_data.store_bytes(),
-                ),
-            )
-        return feed.take(request)
+                )
+        return self._feeds[key].take(request)
+
+    def first_read(self, split: str) -> tuple[int, str] | None:
+        """Return the position and the digest of the first samples of a stream, as far as it has been read."""
+        with self._lock:
+            feed = self._feeds.get((split, 0))
+        return None if feed is None else feed.first_read
 
     def head(self, split: str, count: int) -> Sequence[Any] | ReadFailure:
         """Return the first samples of a split in its own order, ``count`` of them if there are so many."""
@@ -169,8 +184,17 @@ class Feeder:
         as_trained = repeats or (split == TRAIN and self._limit is not None)
         window, limit = (self._window, self._limit) if as_trained else (0, None)
         if needs_feeder(self._open(split)):
-            reading = Reading(split=split, seed=self._seed, window=window, repeats=repeats, cpus=_cpus(), limit=limit)
-            return Rows(opens, reading)
+            cpus = self._cpus()
+            reading = Reading(
+                split=split,
+                seed=self._seed,
+                window=window,
+                repeats=repeats,
+                cpus=cpus,
+                limit=limit,
+                store_bytes=ray_data.store_bytes(),
+            )
+            return Rows(opens, reading, check=lambda dataset: self._check_room(dataset, split))
         return Stream(opens, split=split, seed=self._seed, count=count, repeats=repeats, limit=limit)
 
     def _open(self, split: str, *, again: bool = False) -> Any:
@@ -180,13 +204,42 @@ class Feeder:
             return unread
         if split not in self._opened or again:
             if self._has_rows and ray.is_initialized():
-                _cpus()  # without any, the tasks by which datasets look at files would wait for ever
+                self._cpus()  # without any, the tasks by which datasets look at files would wait for ever
             with ray_data.in_order():
                 dataset = opened_dataset(self._job, split, self._seed)
             self._opened[split] = dataset
             if not again:
                 self._unread[split] = dataset
         return self._opened[split]
+
+    def _cpus(self) -> float | None:
+        """Return the most CPUs that tasks may use: those of this machine if Ray counts more than it has.
+
+        Raises:
+            DatasetError: the workers have reserved all of them.
+        """
+        total = ray.cluster_resources().get("CPU", 0.0)
+        cores = len(os.sched_getaffinity(0))
+        if total > 4 * max(cores, os.cpu_count() or 1) * max(1, len(ray.nodes())):
+            return float(max(1, cores))
+        if not self._grows and (why := ray_data.no_cpus()) is not None:
+            raise DatasetError(f"job.dataset: {why}")
+        return None
+
+    def _check_room(self, dataset: Any, split: str) -> None:
+        """Check that all tasks and actors that make a dataset of Ray Data find room at a time.
+
+        Raises:
+            DatasetError: some would wait for ever.
+        """
+        if self._grows:
+            return
+        needs = [Need(*need) for need in ray_data.needs_of(dataset)]
+        if (found := shortage(needs, ray_data.unreserved())) is not None:
+            raise DatasetError(
+                f"job.dataset({split!r}): {found}, which would wait for ever: {ray_data.reserved()}; lower "
+                "strategy.num_workers or what the data asks for, or add nodes"
+            )
 
 
 class FeederActor:
@@ -257,19 +310,5 @@ def feeder_for(job: Job, config: Config) -> Feeder:
         count=train.global_batch_size,
         limit=train.limit_samples,
         has_rows=config.data.read == "rank",
+        grows=config.cluster.autoscaling,
     )
-
-
-def _cpus() -> float | None:
-    """Return the most CPUs that tasks may use: those of this machine if Ray counts more than it has.
-
-    Raises:
-        DatasetError: the workers have reserved all of them.
-    """
-    total = ray.cluster_resources().get("CPU", 0.0)
-    cores = len(os.sched_getaffinity(0))
-    if total > 4 * max(cores, os.cpu_count() or 1) * max(1, len(ray.nodes())):
-        return float(max(1, cores))
-    if (why := ray_data.no_cpus()) is not None:
-        raise DatasetError(f"job.dataset: {why}")
-    return None

@@ -69,6 +69,7 @@ class Reading:
         repeats: whether an epoch follows the last one.
         cpus: the most CPUs for the tasks; None for all that are free.
         limit: the rows of an epoch at most, which are those of the first epoch; None for all.
+        store_bytes: the size of the object store; infinite if that has no bound.
     """
 
     split: str
@@ -77,6 +78,7 @@ class Reading:
     repeats: bool = True
     cpus: float | None = None
     limit: int | None = None
+    store_bytes: float = math.inf
 
 
 class Rows:
@@ -85,16 +87,21 @@ class Rows:
     Args:
         open_dataset: returns a new dataset, or a function that makes that of an epoch.
         reading: how it is read.
+        check: refuses a dataset before it is read.
 
     Attributes:
-        notes, sample_bytes: see :class:`feed.Source`.
+        notes, sample_bytes, first_read: see :class:`feed.Source`.
     """
 
-    def __init__(self, open_dataset: Callable[[], Any], reading: Reading):
+    def __init__(
+        self, open_dataset: Callable[[], Any], reading: Reading, *, check: Callable[[Any], None] = lambda dataset: None
+    ):
         self.notes: list[str] = []
         self.sample_bytes = 0.0
+        self.first_read: tuple[int, str] | None = None
         self._open = open_dataset
         self._reading = reading
+        self._check = check
         self._starts: dict[int, int] = {}  # the position of the first row of each epoch
         self._schema: Mapping[str, str] = {}
 
@@ -227,6 +234,13 @@ class Rows:
                 first, rows, num_bytes = block.first, block.rows, num_bytes + block.num_bytes
                 if (rows := int(min(rows, last - self._rows))) <= 0:
                     break
+                if self._reading.window and num_bytes > self._reading.store_bytes:
+                    raise DatasetError(
+                        f"data.shuffle_window={self._reading.window}: {count + rows:,} rows of a window take "
+                        f"{num_bytes / 1e9:.3g} GB, and the object store of the cluster has "
+                        f"{self._reading.store_bytes / 1e9:.3g} GB; lower it, or start Ray with a larger "
+                        "--object-store-memory"
+                    )
                 self._rows += rows
                 if (before := min(rows, begin - number)) > 0:
                     first, rows, number = first + before, rows - before, number + before
@@ -276,6 +290,7 @@ class Rows:
                 f"{where}: {operator} without a seed has another order each time that it is read, so that no run could "
                 "continue; give it a seed, or leave it out and set data.shuffle_window"
             )
+        self._check(dataset)
         ray_data.prepare(dataset, cpus=self._reading.cpus, execution=epoch)
         return dataset
 

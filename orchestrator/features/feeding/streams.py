@@ -11,7 +11,7 @@ from orchestrator.features.feeding.window import Chunk, Items
 from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.errors import error_text
 from orchestrator.worker.data.data_loader import DataError
-from orchestrator.worker.data.stream import Mark, StreamReader
+from orchestrator.worker.data.stream import Mark, StreamReader, read_past
 
 MARKS = 64
 """How many of the last places are remembered where the stream can begin."""
@@ -41,6 +41,7 @@ class Stream:
     ):
         self.notes: list[str] = []
         self.sample_bytes = 0.0
+        self.first_read: tuple[int, str] | None = None
         self._open = open_stream
         self._split = split
         self._seed = seed
@@ -64,17 +65,16 @@ class Stream:
             seed=self._seed,
             batch_size=self._count,
             limit=self._limit,
+            warn=self.notes.append,
         )
         if mark is not None:
             reader.add_bookmark(mark)
         if count := reader.go_to_mark(position):
-            text = f"{self._split} data: reading past {count:,} samples of the stream to the next one"
-            self.notes.append("; ".join(filter(None, (text, reader.resume_advice))))
-        while reader.position < position:
-            reader.skip(min(self._count - reader.position % self._count, position - reader.position))
+            read_past(reader, count, batch_size=self._count, tell=self.notes.append, before_each=lambda: None)
         while True:
             start = reader.position
             items = reader.read(self._count, first=0, end=self._count)
+            self.first_read = reader.first_read()
             if (found := reader.bookmark(reader.position)) is not None:
                 self._marks[found.position] = found
                 for place in sorted(self._marks)[:-MARKS]:

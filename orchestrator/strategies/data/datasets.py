@@ -94,7 +94,8 @@ def size_error(dataset: Any, meta: Mapping[str, Any], *, step: int, checkpoint: 
         checkpoint: where it is.
     """
     before, now = meta.get(SAMPLES), known_length(dataset)
-    if (is_stream(dataset) and STREAM in meta) or before is None or now is None or before == now:
+    reads_on = is_stream(dataset) and meta.get(STREAM, {}).get("position", 0) > 0
+    if reads_on or before is None or now is None or before == now:
         return None
     return (
         f"job.dataset('train') has {now:,} samples, and had {before:,} at step {step} of this run, which would "

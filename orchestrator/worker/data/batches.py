@@ -46,6 +46,7 @@ from orchestrator.worker.data.data_loader import (
     Slice,
 )
 from orchestrator.worker.data.fed import Fed, Reader
+from orchestrator.worker.data.stream import digest
 
 Batches = Callable[[torch.Generator], Tensor]
 """Draws the global batches of an epoch: int64, shape (batches, global batch size)."""
@@ -266,7 +267,7 @@ def train_batches(
     reader: BatchReader | Collator
     elements: Iterator[tuple[int, Any]]
     if isinstance(dataset, Reader):
-        reader, elements = Collator(function, "train"), slices(dataset)
+        reader, elements = Collator(function, "train", loading.collate is not None), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
     loader = Loader(reader, loading, seed=datasets.mix(sampling.seed, samples_consumed, share.dp_rank))
@@ -330,12 +331,15 @@ class EvalBatches:
         self._streamed = datasets.is_stream(dataset)
         function = Padded(functools.partial(datasets.make_batch, loading.collate), batch_size, pad_ragged)
         self.num_batches: int | None = None
+        self.first_read: tuple[int, str] | None = None
         self._kept = range(len(dataset)) if kept is None and not self._streamed else kept
         if self._kept is not None and not self._streamed:
             self.num_batches = math.ceil(even_shares(len(self._kept), data_parallel_size)[0] / batch_size)
             loading = replace(loading, num_workers=min(loading.num_workers, self.num_batches))
         self._loader = Loader(
-            Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
+            Collator(function, split, loading.collate is not None)
+            if self._streamed
+            else BatchReader(dataset, function, split, batch_size),
             loading,
             seed=datasets.mix(seed, split, dp_rank),
         )
@@ -396,6 +400,7 @@ class EvalBatches:
                         samples = self._first_samples() if samples is None else samples
                         whole = list(itertools.islice(samples, total))
                         read, items = len(whole), whole[first:end] or whole[-1:]
+                        self.first_read = self.first_read or (start, digest(whole))
             except (DataError, JobError) as e:
                 counts.append(0)
                 yield 0, ReadFailure.of(e)

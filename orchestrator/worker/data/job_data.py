@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,9 @@ from orchestrator.worker.data.batches import EvalBatches, Sampling, Share, train
 from orchestrator.worker.data.data_loader import Loading
 from orchestrator.worker.data.fed import Fed, Feeding, Reader, feeding
 from orchestrator.worker.data.opened import batches_of, datasets_of, no_validation_warning
-from orchestrator.worker.data.stream import Mark, StreamReader
+from orchestrator.worker.data.stream import Mark, StreamReader, read_past
+
+_NUMBERS = re.compile(r"[\d,]+")
 
 
 class JobData:
@@ -68,6 +71,7 @@ class JobData:
         self._reader: Reader | None = None
         self._mark: Mark | None = None
         self._eval_batches: dict[str, EvalBatches] = {}
+        self._first_reads: dict[str, tuple[int, str]] = {}  # of splits that are evaluated
         self._changes = 0  # of the fields of the job, when those batches were opened
         train = assignment.config.train
         if VAL in train.eval_splits and VAL not in self.datasets.evaluated and assignment.generation == 1:
@@ -98,8 +102,8 @@ class JobData:
         """Return the data of a split: what the job returns, or what another process reads for this rank."""
         if self._assignment.config.data.read == "rank":
             dataset = opened_dataset(job, split, seed)
-            library = divides_by_rank(dataset)
-            if library is not None and self._assignment.plan.mesh.data_parallel_size > 1:
+            library = divides_by_rank(dataset) if is_stream(dataset) else None
+            if library is not None and self._assignment.plan.world_size > 1:
                 raise DatasetError(
                     f"job.dataset({split!r}): {library} gives each rank samples of its own, of which the rank would "
                     "keep only a share; set data.read=run, so that one process reads all of them for all ranks"
@@ -186,6 +190,8 @@ class JobData:
         loading = self._loading(min(1, self._assignment.plan.loader_processes))
         with contextlib.closing(self._open_eval_batches(split, dataset, loading)) as batches:
             yield from self._checked(batches.ends())
+            if batches.first_read is not None:
+                self._first_reads[split] = batches.first_read
 
     def _checked(self, batches: Generator[Any, None, None]) -> Iterator[tuple[Any, int]]:
         """Yield ``batches``, on the GPU if there is one, as long as the generation goes on."""
@@ -254,6 +260,27 @@ class JobData:
                 f"job.dataset('train') has {sizes[0]} samples on rank 0 and {sizes[other]} on rank {other}; let every "
                 "worker read the same data, for example from a directory that all nodes share"
             )
+
+    def check_order(self, *, confirm: Callable[[], None]) -> None:
+        """Warn if ranks have read other samples of a stream at the same position. A collective operation.
+
+        Each keeps its own share of what it reads, so that some samples would be trained on twice, and others never.
+        ``confirm`` is called before what others have sent is used.
+        """
+        plan, first = self._assignment.plan, None if self._reader is None else self._reader.first_read()
+        own = {**self._first_reads, **({} if first is None else {TRAIN: first})}
+        found = gather_json(own, world_size=plan.world_size, device=self._device)
+        confirm()
+        for split in sorted({split for reads in found for split in reads}):
+            of_ranks = [(rank, *reads[split]) for rank, reads in enumerate(found) if split in reads]
+            (first_rank, position, read), *others = of_ranks
+            if (other := next((n for n, at, digest in others if at == position and digest != read), None)) is not None:
+                self._warner.warn(
+                    f"job.dataset({split!r}): ranks {first_rank} and {other} have read different samples of the stream "
+                    "at the same position. If they have different orders, some samples count twice, and others never: "
+                    "seed each shuffle alike in every process, do not divide the stream by rank, or set data.read=run",
+                    topic=f"order of {split}",
+                )
 
     def share_position(self, sources: Sequence[int], *, samples_consumed: int) -> None:
         """Let new processes begin to read the stream where a survivor can. All ranks call this after a failure.
@@ -333,20 +360,22 @@ class JobData:
                     seed=seed,
                     batch_size=self._assignment.config.train.global_batch_size,
                     limit=self._assignment.config.train.limit_samples,
+                    warn=lambda text: self._warner.warn(text, topic="stream order"),
                 )
             )
             if self._mark is not None:
                 self._reader.add_bookmark(self._mark)
         if self._strategy.traits.reads_data and (count := self._reader.go_to_mark(samples_consumed)):
-            self._skip(self._reader, count)
+            assert isinstance(self._reader, StreamReader), "a feeder reads past them"
+            read_past(
+                self._reader,
+                count,
+                batch_size=self._assignment.config.train.global_batch_size,
+                tell=lambda text: self._warner.warn(text, topic=_NUMBERS.sub("", text)),
+                before_each=self._is_reading_past,
+            )
         return self._reader
 
-    def _skip(self, reader: Reader, count: int) -> None:
-        text = f"train data: reading past {count:,} samples of the stream to the next one"
-        self._warner.warn("; ".join(filter(None, (text, reader.resume_advice))), topic="stream")
-        batch_size, end = self._assignment.config.train.global_batch_size, reader.position + count
-        while reader.position < end:
-            self._gate.check(self._assignment.generation)
-            # A mark may be within a batch. What follows is read in the calls in which it was read before.
-            reader.skip(min(batch_size - reader.position % batch_size, end - reader.position))
-            self._outbox.tick()
+    def _is_reading_past(self) -> None:
+        self._gate.check(self._assignment.generation)
+        self._outbox.tick()

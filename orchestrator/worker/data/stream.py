@@ -7,16 +7,23 @@ process; then a position means the same at any number of workers, as it does for
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from orchestrator.compat.generators import drawing, seed_on_cpu
 from orchestrator.compat.streams import loses_samples
+from orchestrator.compat.torch import as_bytes
 from orchestrator.job import Split
+from orchestrator.model.batch import leaves
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.errors import error_text
@@ -25,6 +32,8 @@ from orchestrator.worker.data.data_loader import DataError
 
 MAX_STATE_BYTES = 2**20
 """A checkpoint keeps no larger state of a stream: its manifest is read as a whole, and often."""
+LONG_S = 5.0
+"""The user is told how long samples are read past if it takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +44,58 @@ class Mark:
         position: the samples before it.
         epoch: the iterators of the stream that have ended before it.
         state: the stream's ``state_dict()`` there; None at the beginning of an epoch.
+        seen: the position and the digest of a sample that was read at it or after it; None if none is known.
     """
 
     position: int = 0
     epoch: int = 0
     state: Any = None
+    seen: Sequence[Any] | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Mark:
         """Return the mark that :meth:`to_json` has stored."""
-        return cls(position=values["position"], epoch=values["epoch"], state=values["state"])
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the mark as JSON values for a checkpoint; None if JSON would change the state, or for a large one."""
-        values = asdict(self)
+        values = {name: value for name, value in asdict(self).items() if name != "seen" or value is not None}
         try:
             text = json.dumps(values)
             unchanged = bool(json.loads(text) == values)
         except (TypeError, ValueError):
             return None
         return values if unchanged and len(text) <= MAX_STATE_BYTES else None
+
+
+def digest(samples: Iterable[Any]) -> str:
+    """Return a digest of the numbers and texts in samples, which is the same in any process."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in leaves(list(samples)):
+        if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.device.type == "cpu":
+            found.update(as_bytes(leaf.detach()).numpy())
+        elif isinstance(leaf, np.ndarray):
+            found.update(digest(leaf.ravel()).encode() if leaf.dtype.kind == "O" else leaf.tobytes())
+        elif isinstance(leaf, (str, bytes, int, float, np.generic)):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def read_past(
+    reader: StreamReader, count: int, *, batch_size: int, tell: Callable[[str], None], before_each: Callable[[], None]
+) -> None:
+    """Skip ``count`` samples of a stream, and tell the user of that, and how long it took if it took long.
+
+    ``before_each``: is called before each batch. What follows is read in the calls in which it was read before.
+    """
+    text = f"{reader.split} data: reading past {count:,} samples of the stream to the next one"
+    tell("; ".join(filter(None, (text, reader.resume_advice))))
+    began, end = time.monotonic(), reader.position + count
+    while reader.position < end:
+        before_each()
+        reader.skip(min(batch_size - reader.position % batch_size, end - reader.position))
+    if (took := time.monotonic() - began) > LONG_S:
+        tell(f"{reader.split} data: {count:,} samples of the stream were read past in {took:.0f} s")
 
 
 class FirstSamples:
@@ -86,9 +127,11 @@ class StreamReader:
         seed: the seed of what the stream draws at random.
         batch_size: the samples that are read at once; after each, the seed and the position determine what is drawn.
         limit: how many samples there are at most: the first ones of the first epoch, in every epoch.
+        warn: tells the user, once, that a sample is not what it was before.
 
     Attributes:
         position: the number of samples read or skipped.
+        split: see the arguments.
         resume_advice: what a user can change so that it does; empty if it does.
     """
 
@@ -101,13 +144,18 @@ class StreamReader:
         seed: int = 0,
         batch_size: int = 1,
         limit: int | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ):
         self.position = 0
+        self._first_read: tuple[int, str] | None = None
+        self._warn = warn
+        self._seen: deque[tuple[int, str]] = deque(maxlen=recent)  # the first sample of each batch
+        self._expected: Sequence[Any] | None = None
         self._limit = limit
         stream = stream if limit is None else FirstSamples(stream, limit)
         self._has_state, self.resume_advice = _resuming(stream)
         self._stream = stream
-        self._split = split
+        self.split = split
         self._seed = seed
         self._batch_size = batch_size
         self._has_epochs = hasattr(stream, "set_epoch")
@@ -124,12 +172,17 @@ class StreamReader:
         Raises:
             DataError: the stream raises an error, or it has no samples.
         """
-        items = []
+        items, start, whole = [], self.position, []
         with drawing(self._seed_here):
             for i in range(count):
                 item = self._next()
                 if first <= i < end:
                     items.append(item)
+                if i == 0:
+                    self._seen.append((start, digest([item])))
+                if self._first_read is None:
+                    whole.append(item)
+        self._first_read = self._first_read or (start, digest(whole))
         if self._has_state and (state := self._state()) is not None:
             self._recent.append(Mark(position=self.position, epoch=self._epoch, state=state))
         return items
@@ -140,6 +193,7 @@ class StreamReader:
 
     def add_bookmark(self, mark: Mark) -> None:
         """Add a place where reading can begin, from a checkpoint, before the first sample is read."""
+        self._expected = mark.seen
         if self._has_epochs if mark.state is None else self._has_state:
             self._bookmark = mark
 
@@ -162,11 +216,21 @@ class StreamReader:
                 self._next()
 
     def bookmark(self, position: int) -> Mark | None:
-        """Keep the last mark up to ``position``, which has been trained on, and return it; None if there is none."""
+        """Keep the last mark up to ``position``, which has been trained on, and return it; None if there is none.
+
+        A stream that has none has its beginning, if a sample is known that can be compared when it is read again.
+        """
         mark = self._mark_before(position)
         if mark is not None:
             self._bookmark = mark
-        return mark
+        begin = 0 if mark is None else mark.position
+        known = [*self._seen, *([] if self._expected is None else [tuple(self._expected)])]
+        seen = max((entry for entry in known if begin <= entry[0] < position), default=None)
+        return mark if seen is None else replace(mark or Mark(), seen=list(seen))
+
+    def first_read(self) -> tuple[int, str] | None:
+        """Return the position and the digest of the first samples that :meth:`read` has read; None before."""
+        return self._first_read
 
     def metrics(self) -> Mapping[str, Metric]:
         """Return none: the rank that reads measures how long it waits."""
@@ -192,13 +256,26 @@ class StreamReader:
                 self._epoch += 1
             except Exception as e:
                 self._failed = True  # the iterator of a generator that has failed looks as if it were at its end
-                what = f"{self._split} data, sample {self.position} of the stream"
+                what = f"{self.split} data, sample {self.position} of the stream"
                 raise DataError(f"{what}: {error_text(e)}") from e
             else:
+                if self._expected is not None and self._expected[0] == self.position:
+                    self._compare(item)
                 self.position += 1
                 return item
         found = f"no more than {self.position} samples" if self.position else "no samples"
-        raise DataError(f"{self._split} data: the stream gives {found}; its __iter__ has to begin again at each call")
+        raise DataError(f"{self.split} data: the stream gives {found}; its __iter__ has to begin again at each call")
+
+    def _compare(self, item: Any) -> None:
+        """Compare a sample with what it was before, and tell the user if it differs."""
+        assert self._expected is not None
+        if digest([item]) != self._expected[1]:
+            self._warn(
+                f"{self.split} data: sample {self.position:,} is not what it was before: the stream draws at random "
+                "from a generator without a seed, or the data has changed, so losses will differ from those of a run "
+                "without an interruption"
+            )
+        self._expected = None
 
     def _begin_epoch(self, state: Any) -> None:
         """Begin an iterator, at ``state`` if that is not None."""
@@ -209,7 +286,7 @@ class StreamReader:
                 self._stream.load_state_dict(copy.deepcopy(state))
             self._iterator = iter(self._stream)
         except Exception as e:
-            what = f"{self._split} data, beginning epoch {self._epoch} of the stream"
+            what = f"{self.split} data, beginning epoch {self._epoch} of the stream"
             raise DataError(f"{what}: {error_text(e)}") from e
         if state is None and self._has_epochs:
             self._epoch_starts.append(Mark(position=self.position, epoch=self._epoch))
@@ -218,7 +295,7 @@ class StreamReader:
         try:
             return copy.deepcopy(self._stream.state_dict())
         except Exception as e:
-            raise DataError(f"{self._split} data, state_dict() of the stream: {error_text(e)}") from e
+            raise DataError(f"{self.split} data, state_dict() of the stream: {error_text(e)}") from e
 
     def _is_before(self, position: int) -> bool:
         return self.position <= position and not self._failed

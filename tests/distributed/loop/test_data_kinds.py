@@ -1,18 +1,20 @@
 """Streams, samples drawn by weight, and no validation set: equal losses in every layout, and resumed in another."""
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from helpers.conformance.cases import DDP, Case, assignment, having
-from helpers.conformance.layouts import LAYOUTS, SGD
+from helpers.conformance.layouts import EVERY, LAYOUTS, SGD
 from helpers.conformance.training import CPU
 from helpers.jobs.toys import Toy
 from helpers.ranks.loops import Ran, evaluation, loop_of, losses_by_step, ran, run_loop
-from helpers.ranks.streams import StreamToy, Unvalidated, Weighed
+from helpers.ranks.streams import Measured, Plain, StreamToy, Unvalidated, Weighed, shuffled
 from helpers.records.runs import in_campaign
 from orchestrator.config.redact import Redactor
 from orchestrator.protocol.messages import Assignment, EvalPoint
@@ -137,6 +139,31 @@ def test_a_state_that_is_not_kept_is_warned_of_once(gang, tmp_path):
     (warning,) = ranks[0].warnings
     assert "state_dict() of the stream is not plain JSON" in warning
     assert "stream" not in load(checkpoints(tmp_path)[0]).meta
+
+
+class OwnOrder(Plain):
+    """Another order on each rank."""
+
+    def order(self) -> Sequence[Any]:
+        return shuffled(self.items, dist.get_rank())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InOwnOrder(Measured):
+    split: str
+
+    def dataset(self, split: str) -> Any:
+        return (OwnOrder if split == self.split else Plain)(super().dataset(split).items)
+
+
+@pytest.mark.parametrize("layout", ["ddp-2", *in_campaign("1F1B-2", "fsdp-2", "hogwild-2", "parameter_server-2+2")])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ranks_that_read_a_stream_in_orders_of_their_own_are_told_of(gang, tmp_path, split, layout):
+    train = having(steps=3, global_batch_size=36, eval_every=3)
+    case = EVERY[layout].of(Case(job=InOwnOrder(split=split), train=train))
+    ranks = gang.run(run_loop, case, tmp_path, world_size=EVERY[layout].world_size)
+    expected = f"job.dataset({split!r}): ranks 0 and 1 have read different samples of the stream"
+    assert [expected in w for r in ranks for w in r.warnings if "have read" in w] == [True]
 
 
 def test_a_stream_has_no_epoch_to_log(gang, tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from torch.utils.data import default_collate
 
 from helpers.files.golden import Golden
+from helpers.jobs.library_streams import LIBRARIES, LibraryRows
 from helpers.jobs.toys import Rows, Toy
 from helpers.ranks.streams import KINDS
 from orchestrator.features.feeding.client import FedReader, FedSplit
 from orchestrator.features.feeding.feed import Feed, Request, Share
 from orchestrator.features.feeding.feeder import About, Feeder
+from orchestrator.features.feeding.needs import Need, shortage
 from orchestrator.features.feeding.rows import digest
 from orchestrator.features.feeding.window import Blocks, Window, shuffled
 from orchestrator.job import Split
@@ -192,6 +195,39 @@ def test_streams_of_libraries_begin_at_the_mark_of_a_checkpoint(make: Any) -> No
         assert again.take("train", following).notes == ()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_streams_of_files_begin_at_the_mark_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    """LitData and MosaicML in the class of the page about data; WebDataset is read again."""
+    write, opened = LIBRARIES[kind]
+    write(folder := tmp_path / "rows")
+    job, count = LibraryRows(kind=kind, folder=str(folder)), 36
+
+    def batch(reader: Feeder, position: int, mark: Mark | None = None) -> tuple[Share, list[float]]:
+        asked = Request(asker=0, generation=1, position=position, count=count, first=0, end=count, keep=position,
+                        ahead=0, mark=mark)  # fmt: skip
+        share = reader.take("train", asked)
+        assert isinstance(share, Share), share
+        assert share.parts is not None
+        return share, [float(row["x"][0]) for part in share.parts for row in part.load(dict)]
+
+    whole = Feeder(job, seed=0, window=0, count=count)
+    read = [batch(whole, count * step) for step in range(24)]
+    whole.close("train")
+    alone = StreamReader(opened(folder), batch_size=count)
+    assert [values for _, values in read] == [
+        [float(row["x"][0]) for row in alone.read(count, first=0, end=count)] for _ in range(24)
+    ]
+    for step in (5, 15):
+        mark = read[step][0].mark
+        assert mark is not None
+        again = Feeder(job, seed=0, window=0, count=count)
+        share, values = batch(again, count * (step + 1), Mark.from_json(json.loads(json.dumps(mark.to_json()))))
+        assert values == read[step + 1][1]
+        assert len(share.notes) == (kind == "webdataset")
+        again.close("train")
+
+
 def test_only_what_ranks_may_ask_for_again_is_kept() -> None:
     reader = feeder()
     for step in range(6):
@@ -210,6 +246,7 @@ class Large:
     """Chunks of 13 rows and 30 bytes."""
 
     sample_bytes = 30 / 13
+    first_read: tuple[int, str] | None = None
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -220,6 +257,13 @@ class Large:
 
     def mark(self, position: int) -> None:
         return None
+
+
+def test_an_answer_has_the_shares_of_the_batches_that_are_there_in_the_same_chunk() -> None:
+    asked = request(0, count=4, end=2, ahead=8)
+    share, *alone = (Feed(Large).take(replace(asked, position=position)) for position in (0, 4, 8))
+    assert [values([*following.parts]) for following in share.further] == [values([*one.parts]) for one in alone]
+    assert [following.count for following in share.further] == [4, 4]
 
 
 def test_rows_that_fill_the_object_store_are_told_of_once() -> None:
@@ -243,6 +287,23 @@ def test_batches_ahead_that_do_not_fit_into_the_object_store_are_refused(golden:
         assert isinstance(failure, ReadFailure)
         assert failure.is_of_job
     golden.says(failure.message)
+
+
+@pytest.mark.parametrize(
+    ("needs", "free", "found"),
+    [
+        ([("Read", {"CPU": 1}, 0)], [{"CPU": 1}], None),
+        ([("Read", {"CPU": 1}, 0)], [{"CPU": 0.5}, {"CPU": 0.5}], "Read has tasks of 1 CPU"),
+        ([("Read", {"CPU": 1}, 0), ("Map", {"CPU": 1}, 1)], [{"CPU": 2}], None),
+        ([("R", {"CPU": 1}, 0), ("M", {"CPU": 1}, 1)], [{"CPU": 1}],
+         "R has tasks of 1 CPU, beside actors of the data (1)"),
+        ([("Map", {"CPU": 1}, 3)], [{"CPU": 1}, {"CPU": 1}], "Map keeps actors, 3 of 1 CPU"),
+        ([("Map", {"CPU": 0, "GPU": 1}, 1)], [{"CPU": 4}], "Map keeps actors, 1 of 1 GPU"),
+        ([("A", {"CPU": 1}, 2), ("B", {"CPU": 3}, 1)], [{"CPU": 3}, {"CPU": 2}], None),
+    ],
+)  # fmt: skip
+def test_what_makes_the_data_needs_room_beside_the_workers(needs: Any, free: Any, found: str | None) -> None:
+    assert shortage([Need(*need) for need in needs], free) == found
 
 
 def test_an_earlier_generation_is_not_answered() -> None:

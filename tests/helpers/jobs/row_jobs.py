@@ -38,6 +38,22 @@ def write_files(folder: Path) -> None:
         pq.write_table(pa.table(part), folder / f"{number}.parquet", row_group_size=each // 4)
 
 
+def write_texts(folder: Path) -> None:
+    """The same rows, each as a text of its numbers."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    texts = [" ".join(f"{value:.9g}" for value in row) for row in joined(columns())["x"]]
+    for number, part in enumerate(np.split(np.array(texts), FILES)):
+        pq.write_table(pa.table({"text": part}), folder / f"{number}.parquet", row_group_size=len(part) // 4)
+
+
+def tokenized(batch: dict[str, Any]) -> dict[str, Any]:
+    x = np.array([text.split() for text in batch["text"]], dtype=np.float32)
+    return {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}
+
+
 def joined(batch: dict[str, Any]) -> dict[str, Any]:
     return {"x": np.stack([batch[f"x{i}"] for i in range(WIDTH)], axis=1), "y": batch["y"]}
 
@@ -140,6 +156,9 @@ class RowJob(Job):
             return lambda epoch: made(self.folder)
         if self.kind == "dying":
             return made(self.folder).map_batches(dying_once, fn_args=(self.mark,))
+        if self.kind == "texts":
+            texts = ray_data().read_parquet(self.folder)
+            return texts.map_batches(tokenized).map_batches(dying_once, fn_args=(self.mark,))
         if self.kind == "failing":
             return made(self.folder).map_batches(failing)
         if self.kind == "unseeded":

@@ -169,14 +169,24 @@ def test_what_does_not_fit_is_refused(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "cpus", "left"), [(2, 1, "2 of 4"), (3, 1, "1 of 4"), (1, 3, "1 of 4"), (4, 1, None)]
+    ("of_nodes", "workers", "cpus", "left"),
+    [
+        ((3, 1), 2, 1, "2 of 4"),
+        ((3, 1), 3, 1, "1 of 4"),
+        ((3, 1), 1, 3, "1 of 4"),
+        ((3, 1), 2, 1.5, "1 of 4"),
+        ((3, 1), 4, 1, None),
+        ((2, 2), 2, 1.5, None),
+    ],
 )
-def test_data_that_needs_tasks_needs_a_cpu_beside_the_workers(workers: int, cpus: int, left: str | None) -> None:
-    nodes = (Node(node_id="a", name="a", cpus=3, gpus=0), Node(node_id="b", name="b", cpus=1, gpus=0))
+def test_data_that_needs_tasks_needs_a_cpu_beside_the_workers(
+    of_nodes: tuple[int, int], workers: int, cpus: float, left: str | None
+) -> None:
+    """On one node: half a CPU on each of two is none."""
+    nodes = tuple(Node(node_id=f"{i}", name=f"{i}", cpus=number, gpus=0) for i, number in enumerate(of_nodes))
     words = (f"strategy.num_workers={workers}", f"cluster.cpus_per_worker={cpus}")
     note, error = cpus_for_data(plan_of(nodes, *words), nodes)
     if left is None:
-        assert error is not None
         assert error.startswith(
             f"job.dataset: the data is read by tasks beside the workers, and {workers} x {cpus} of "
         )

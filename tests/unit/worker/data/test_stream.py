@@ -1,11 +1,14 @@
 """Streams: every layout reads the same global batches, and a run continues at the next sample."""
 
+import copy
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray.data
 import torch
@@ -19,7 +22,7 @@ from helpers.ranks.streams import KINDS, Counting, Epochs, Plain, Stateful
 from orchestrator.compat.streams import divides_by_rank
 from orchestrator.strategies.data.datasets import check_dataset, first_item, is_stream, known_length
 from orchestrator.worker.data.data_loader import DataError
-from orchestrator.worker.data.stream import MAX_STATE_BYTES, Mark, StreamReader
+from orchestrator.worker.data.stream import MAX_STATE_BYTES, Mark, StreamReader, digest
 
 STREAMED: dict[str, Any] = {"collate": list, "steps": 6, "global_batch_size": 13}
 
@@ -171,13 +174,52 @@ def test_epochs_that_can_be_set_are_not_read_again() -> None:
 def test_other_streams_are_read_again_from_a_new_object(kind: type[Plain]) -> None:
     reader = StreamReader(kind(range(37)))
     read(reader, 50)
-    assert reader.bookmark(50) is None
+    assert reader.bookmark(50) == Mark(seen=[0, digest(order_of(kind, 37, epochs=1)[:1])])
     assert not reader.reaches(49)
     reader.add_bookmark(Mark(position=37, epoch=1))  # of a version of the job that had set_epoch()
     assert not reader.reaches(49)
     new = StreamReader(kind(range(37)))
     assert go_to(new, 49) == 49
     assert read(new, 30) == order_of(kind, 37, epochs=3)[49:79]
+
+
+class Reversed(Plain):
+    """Has another order in each object."""
+
+    objects = itertools.count()
+
+    def __init__(self, items: Any):
+        super().__init__(list(items)[:: (-1) ** next(self.objects)])
+
+
+@pytest.mark.parametrize("kind", [Plain, Counting, Epochs, Stateful, Reversed])
+def test_a_stream_that_is_read_again_is_compared_with_a_sample_of_before(kind: type[Plain]) -> None:
+    first = StreamReader(kind(range(64)), batch_size=8)
+    for _ in range(11):
+        read(first, 8)
+    mark = first.bookmark(80)
+    assert mark is not None
+    told: list[str] = []
+    again = StreamReader(kind(range(64)), batch_size=8, warn=told.append)
+    again.add_bookmark(Mark.from_json(json.loads(json.dumps(mark.to_json()))))
+    go_to(again, 80)
+    for _ in range(9):
+        read(again, 8)
+    assert ["sample 72 is not what it was before" in text for text in told] == [True] * (kind is Reversed)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([{"x": torch.tensor([1.0]), "y": 1}], [{"x": torch.tensor([1.0]), "y": 2}]),
+        ([{"x": torch.tensor([1.0], dtype=torch.bfloat16)}], [{"x": torch.tensor([2.0], dtype=torch.bfloat16)}]),
+        ([{"x": np.arange(3)}], [{"x": np.arange(3)[::-1]}]),
+        ([("a", b"b")], [("a", b"c")]),
+        ([{"x": np.array(["a", None], dtype=object)}], [{"x": np.array(["b", None], dtype=object)}]),
+    ],
+)
+def test_samples_of_other_values_have_another_digest(one: Any, other: Any) -> None:
+    assert digest(one) == digest(copy.deepcopy(one)) != digest(other)
 
 
 def test_a_survivor_goes_back_by_some_steps() -> None:
@@ -370,8 +412,18 @@ class TakesArguments(Plain):
 def test_a_state_that_needs_arguments_is_not_used() -> None:
     reader = StreamReader(TakesArguments(list(range(8))))
     assert reader.read(4, first=0, end=4) == [0, 1, 2, 3]
-    assert reader.bookmark(4) is None
+    assert reader.bookmark(4) == Mark(seen=[0, digest([0])])
     assert reader.resume_advice.startswith("its state_dict() needs num_samples; wrap it in a stream that counts")
+
+
+class Wrapped:
+    """A stream of a user around one of a library."""
+
+    def __init__(self, *streams: Any):
+        self.parts = {"streams": streams, "path": Path("somewhere"), "self": self, "function": divides_by_rank}
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(*self.parts["streams"])
 
 
 @pytest.mark.parametrize(
@@ -379,4 +431,15 @@ def test_a_state_that_needs_arguments_is_not_used() -> None:
     [("litdata.streaming.dataset", "LitData"), ("streaming.base", "MosaicML Streaming"), ("my.streaming", None)],
 )
 def test_streams_that_divide_their_samples_by_rank_are_known(module: str, divides: str | None) -> None:
-    assert divides_by_rank(type("StreamingDataset", (Plain,), {"__module__": module})([])) == divides
+    kind = type("StreamingDataset", (Plain,), {"__module__": module})
+    for stream in (kind([]), type("Mine", (kind,), {})([]), Wrapped([1], kind([])), Wrapped(Wrapped(kind([])))):
+        assert divides_by_rank(stream) == divides
+
+
+def test_a_splitter_of_webdataset_is_known() -> None:
+    def split_by_node(shards: Any) -> Any:
+        return shards
+
+    assert divides_by_rank(Wrapped(split_by_node)) is None
+    split_by_node.__module__ = "webdataset.shardlists"
+    assert divides_by_rank(Wrapped([split_by_node])) == "split_by_node of WebDataset"
