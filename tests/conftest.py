@@ -46,6 +46,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through
 
 HERE = Path(__file__).parent
+FEATURES = HERE.parent / "orchestrator/features"
 FOLDERS = ("unit", "features", "tracking", "command", "distributed", "gpu", "cluster", "ray")
 """In the order they run, as far as they depend on it:
 
@@ -137,6 +138,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_what_is_missing(config, items)
     _take_turns(items)
     for item in items:
         folder = folder_of(item)
@@ -150,6 +152,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     first = WHOLE if _whole_first(config) else LONGEST if config.option.markexpr == "fast" else ()
     order = [*first, *FOLDERS]
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+def _leave_out_what_is_missing(config: pytest.Config, items: list[pytest.Item]) -> None:
+    there = {path.name for path in FEATURES.iterdir()}
+    missing = [item for item in items if not {n for mark in item.iter_markers("needs") for n in mark.args} <= there]
+    if missing:
+        config.hook.pytest_deselected(items=missing)
+        items[:] = [item for item in items if item not in {*missing}]
 
 
 def _take_turns(items: list[pytest.Item]) -> None:

@@ -60,7 +60,7 @@ def test_the_wheel_has_the_code_the_configuration_and_the_types(wheel: Path) -> 
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"orchestrator/{p.relative_to(ROOT)}" for p in (ROOT / "conf").rglob("*.yaml")}
     for package in ("orchestrator", "jobs"):
-        expected |= {str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*.py")}
+        expected |= {str(p.relative_to(ROOT)) for kind in ("py", "yaml") for p in (ROOT / package).rglob(f"*.{kind}")}
     expected.add("orchestrator/py.typed")
     assert expected <= inside, sorted(expected - inside)
     strange = [n for n in inside if n.split("/")[0] not in ("orchestrator", "jobs") and ".dist-info/" not in n]

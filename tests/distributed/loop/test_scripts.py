@@ -14,11 +14,11 @@ import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
 from helpers.records.runs import in_campaign
+from orchestrator.features.scripts.script_run import WORK_CHECKS
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
-from orchestrator.worker.script.script_run import WORK_CHECKS
 
 pytestmark = pytest.mark.timeout(300)
 

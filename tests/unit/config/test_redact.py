@@ -14,6 +14,7 @@ import pytest
 
 from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
+from orchestrator import features
 from orchestrator.config.compose import compose
 from orchestrator.config.job_loader import load_job, unmasked
 from orchestrator.config.overrides import masked
@@ -36,7 +37,6 @@ from orchestrator.job import Job
 from orchestrator.planning.plan import Plan
 from orchestrator.protocol.events import Event
 from orchestrator.strategies import registry
-from orchestrator.tracking.transfer import Cursor
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,8 @@ def _names(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _classes_of_records() -> list[Any]:
-    return [Plan, Cursor, *Event.__subclasses__()]
+    cursors = [found.Cursor for found in features.modules("transfer")]
+    return [Plan, *cursors, *Event.__subclasses__()]
 
 
 def test_urls_have_their_secrets_found() -> None:
