@@ -1,7 +1,7 @@
 """The conformance matrix: each strategy in each scenario has the losses, norms, weights and averages of plain torch.
 
 A new strategy joins by one entry in ``LAYOUTS`` (``layouts.py``): it is in every scenario, which CI runs in some
-layouts in turn (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a mere variant
+layouts in turn (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a variant
 of another one (:data:`VARIANTS`). A new rule joins by one entry in :data:`SCENARIOS`. What does not hold stands in
 :data:`EXCEPTIONS`, with the reason.
 """
