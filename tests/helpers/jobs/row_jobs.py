@@ -138,6 +138,9 @@ class RowJob(Job):
             return InOrder(rows=seen(pixels()))
         if self.kind == "images":
             return ray_data().read_images(self.folder).map_batches(seen)
+        if self.kind == "texts":
+            texts = ray_data().read_parquet(self.folder)
+            return texts.map_batches(tokenized).map_batches(dying_once, fn_args=(self.mark,))
         if split == "val":
             return made(f"{self.folder}/0.parquet")
         if self.kind == "sieved":
@@ -156,9 +159,6 @@ class RowJob(Job):
             return lambda epoch: made(self.folder)
         if self.kind == "dying":
             return made(self.folder).map_batches(dying_once, fn_args=(self.mark,))
-        if self.kind == "texts":
-            texts = ray_data().read_parquet(self.folder)
-            return texts.map_batches(tokenized).map_batches(dying_once, fn_args=(self.mark,))
         if self.kind == "failing":
             return made(self.folder).map_batches(failing)
         if self.kind == "wrong":
