@@ -150,6 +150,7 @@ def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path, 
     golden.says(notes)
 
 
+@pytest.mark.needs("submit")
 def test_the_cluster_of_the_environment_is_asked_unless_the_runs_are_named(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
