@@ -298,8 +298,11 @@ def describe(kind: Any, limits: Mapping[str, Any]) -> str:
         return _one_of(describe(a, limits) for a in args)
     if origin is Literal:
         return _one_of(to_cli(a) for a in args)
-    if kind is int and limits.get("minimum") is not None:
-        number = f"a whole number of at least {limits['minimum']}"
+    if kind in (int, float):
+        number = f"a number{_bounds(limits)}"
+        if kind is int:
+            least = limits.get("minimum")
+            number = "a whole number" if least is None else f"a whole number of at least {least}"
         return f"{number}, or epochs, as in '1 epoch'" if limits.get("epochs") else number
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return _one_of(kind.__members__)
@@ -311,10 +314,16 @@ def describe(kind: Any, limits: Mapping[str, Any]) -> str:
         return f"a list, each item {describe(args[0], {})}" if args else "a list"
     if (origin or kind) in _MAPPINGS:
         return "a mapping"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    names = {bool: "true or false", str: "text", Path: "a path"}
     if kind is type(None):
         return "null"
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+def _bounds(limits: Mapping[str, Any]) -> str:
+    words = {"minimum": "of at least", "above": "above", "maximum": "of at most", "below": "below"}
+    found = [f"{text} {limits[name]:g}" for name, text in words.items() if limits.get(name) is not None]
+    return f" {' and '.join(found)}" if found else ""
 
 
 def _one_of(alternatives: Iterable[str]) -> str:

@@ -180,10 +180,10 @@ class RecoveryConfig:
         "seconds before the next recovery attempt if the last made no progress; doubled each time", minimum=0
     )
     hang_factor: float = option(
-        "multiple of the usual time of a batch, in training or evaluation, after which a worker counts as hanging",
+        "a worker hangs in a batch of training or evaluation after this many times the usual time of one",
         above=1,
     )
-    hang_min_s: float = option("seconds without progress before which no worker counts as hanging", above=0)
+    hang_min_s: float = option("the least of this limit, in seconds; at most recovery.hang_max_s", above=0)
     hang_max_s: float = option(
         "seconds without progress after which a worker counts as hanging in training, evaluation or a checkpoint; also "
         "the limit of the first batch of a data loader, while the usual time is unknown, and of a write that stalls",

@@ -242,7 +242,7 @@ class StrategyConfig:
 
     name: str
     num_workers: int | Literal["auto"] | tuple[int, int] = option(
-        "number of workers; auto: one per GPU of the cluster, spares included, or on CPUs the fewest that the other "
+        "number of workers; auto: one per GPU of the cluster, less the spares, or on CPUs the fewest that the other "
         "keys need, at least 2; [min,max]: as many as currently fit",
         minimum=1,
     )
