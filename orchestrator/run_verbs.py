@@ -12,9 +12,9 @@ from orchestrator import features
 from orchestrator.config.build import ConfigError
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.display.terminal import lasting_output
+from orchestrator.driver.process.uploads import tracking
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
-from orchestrator.tracking.pending_uploads import pending_runs
 from orchestrator.verb_options import CONNECTION_LOST, INTERRUPTED
 
 
@@ -68,10 +68,7 @@ def _address(options: argparse.Namespace) -> str | None:
 def _resume_uploads(search: RunSearch) -> None:
     """Go on in the background with the uploads to MLflow that did not end."""
     for output in search.outputs:
-        if pending_runs(output):
-            from orchestrator.tracking.uploader import resume_uploads  # its import takes a quarter of a second
-
-            resume_uploads(output)
+        tracking().resume(output)
 
 
 def _outputs_of(address: str) -> list[str]:

@@ -39,6 +39,7 @@ from helpers.files.golden import Golden, remove_old_texts
 pytest.register_assert_rewrite("helpers.faults.check")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
+os.environ.setdefault("RAY_worker_niceness", "0")  # no run waits for the other tests
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="orchestrator-tests-")  # where runs remember what they compared
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
@@ -61,8 +62,6 @@ LONGEST = ("ray", "distributed")
 """The folders with which the fast tier begins, so that at its end no process waits for a long test of the other."""
 WITHOUT_COMMAND = "not command"
 """In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
-RAYS_NICENESS = 15
-"""The default of ``RAY_worker_niceness``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -140,13 +139,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_out_what_is_missing(config, items)
+    _take_turns(items)
     for item in items:
         folder = folder_of(item)
         if folder in FOLDERS:
             item.add_marker(folder)
         if folder in QUICK and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
-    _take_turns(items)
     is_first_process = getattr(config, "workerinput", {}).get("workerid", "gw0") == "gw0"
     if config.option.renew_golden and is_first_process and not any("::" in arg for arg in config.args):
         remove_old_texts(items)
@@ -189,13 +188,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries say at the exit what they have leaked
-
-
-@pytest.hookimpl(tryfirst=True)  # before fixtures start processes
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give process groups the niceness of Ray's workers, which would otherwise wait too long beside them."""
-    if _whole_first(item.config) and folder_of(item) == "distributed":
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), RAYS_NICENESS))
 
 
 def _whole_first(config: pytest.Config) -> bool:

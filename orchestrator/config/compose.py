@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -243,13 +243,14 @@ def _usual_key(key: str, composed: DictConfig) -> str:
 def _load(files: Files, words: Sequence[str]) -> Composed:
     if files.own is not None:  # its files may change
         return compose_files(files.directories, files.name, words, _marked, HONOURED)
-    return copy.deepcopy(_shipped(files, tuple(words)))
+    composed: Composed = pickle.loads(_shipped(files, tuple(words)))
+    return composed
 
 
 @functools.cache
-def _shipped(files: Files, words: tuple[str, ...]) -> Composed:
-    """Compose files that ship, which takes 0.1 s."""
-    return compose_files(files.directories, files.name, words, _marked, HONOURED)
+def _shipped(files: Files, words: tuple[str, ...]) -> bytes:
+    """Compose files that ship, which takes 0.1 s, and pickle the result: a deep copy of it takes six times as long."""
+    return pickle.dumps(compose_files(files.directories, files.name, words, _marked, HONOURED))
 
 
 def own_files(words: Sequence[str]) -> list[Path]:

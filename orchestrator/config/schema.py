@@ -259,6 +259,11 @@ class StrategyConfig:
         return False
 
     @property
+    def is_choice(self) -> bool:
+        """Whether another strategy is chosen in place of this one before the run starts."""
+        return False
+
+    @property
     def gathers(self) -> bool:
         """Whether workers gather parameters of each other while they use them."""
         return False

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.display.comparison import ComparedRun
-from orchestrator.display.comparison_analysis import FINAL_LOSS, RATE
+from orchestrator.display.comparison import FINAL_LOSS, RATE, ComparedRun
 from orchestrator.display.plain_text import (
     TableColumn,
     duration,

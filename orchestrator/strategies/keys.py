@@ -18,7 +18,6 @@ from orchestrator.config.files import group_values, preset_values
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.config.synonyms import SIZES
 from orchestrator.planning.mesh import TOGETHER
-from orchestrator.tuning.choice import StrategyName
 
 Pairs = Literal["auto"] | tuple[str, ...]
 """What is divided: what is found, or pairs as ``q + k + v -> out``, with the names of layers in a block."""
@@ -200,29 +199,6 @@ def mesh_config(preset: str, **given: Any) -> MeshConfig:
     """
     values = {**preset_values(preset), **given}
     return MeshConfig(**{SIZES.get(name, name): value for name, value in values.items()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoConfig(StrategyConfig):
-    """The keys of ``auto``."""
-
-    name: Literal["auto"]
-    candidates: tuple[StrategyName, ...] = option("the strategies to choose from")
-    schedules: tuple[ScheduleName, ...] = option("the pipeline schedules to choose from")
-    measured: int = option(
-        "candidates to measure at least, those with the best predictions; then each one that is predicted to be faster "
-        "than the best of them; 0: trust the prediction",
-        minimum=0,
-    )
-    measured_steps: int = option("steps for which each of them is measured", minimum=1)
-    profile: Literal["reuse", "fresh"] = option(
-        "reuse: take the measurements of an earlier run of this job with these sizes on this hardware, if there are any"
-    )
-
-    @property
-    def with_servers(self) -> bool:
-        """Whether a candidate has parameter servers."""
-        return "parameter_server" in self.candidates
 
 
 PRESETS = ("single", "ddp", "fsdp", "hsdp", "model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline", "mesh")

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator import features
 from orchestrator.config.schema import StrategyConfig
-from orchestrator.strategies.keys import PRESETS, AutoConfig, keys_of
+from orchestrator.strategies.keys import PRESETS, keys_of
 
 if TYPE_CHECKING:
     from orchestrator.strategies.rules import Rules
 
 _OWN: Mapping[str, tuple[type[StrategyConfig], str]] = {
-    "auto": (AutoConfig, f"{__package__}.auto"),
-    **{
-        name: (keys, f"{found.__package__}.{module}")
-        for found in features.modules("strategies")
-        for name, (keys, module) in found.STRATEGIES.items()
-    },
+    name: (keys, f"{found.__package__}.{module}")
+    for found in features.modules("strategies")
+    for name, (keys, module) in found.STRATEGIES.items()
 }
 """The keys of each strategy that is no preset, and its module, which is imported for it alone."""
 NAMES = (*PRESETS, *_OWN)

@@ -18,12 +18,16 @@ FEATURES = {
 }
 """The verbs of each."""
 ASKED = {
+    "auto": ("strategy=auto", "strategy=auto: "),
     "asynchronous": ("strategy=hogwild", "strategy=hogwild: unknown; "),
     "scripts": ("strategy=script job.script=train.py", "strategy=script: unknown; "),
+    "plan": ("strategy=auto", "strategy=auto: "),
     "submit": (
         "runs --address http://127.0.0.1:1",
         "runs: --address=http://127.0.0.1:1: no job can be sent there; ",
     ),
+    "sweep": ("-m seed=1,2", "-m: this installation executes one run at a time; "),
+    "tracking": ("tracking.uri=http://127.0.0.1:1", "tracking.uri: this installation uploads nothing; "),
 }
 """What else is asked of a feature, and the answer without it."""
 

@@ -123,10 +123,11 @@ def test_rows_have_the_same_losses_under_every_strategy(run: Any, tmp_path: Path
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize(("kind", "read", "of_sizes"), [("rows", "rank", (1, 3)), ("stream", "node", (2, 4))])
 def test_a_run_that_grows_reads_on_at_the_next_row(
-    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path
+    run: Any, folder: Path, expected: dict[int, float], tmp_path: Path, kind: str, read: str, of_sizes: tuple[int, int]
 ) -> None:
-    """A CPU is always left for the data: the run does not grow to the fourth worker."""
+    """A CPU is always left for tasks: the run does not grow to the fourth worker. What reads a stream needs none."""
     held = placement_group([{"CPU": 1.5}], name="another user's")
     assert held.wait(30)
 
@@ -136,12 +137,12 @@ def test_a_run_that_grows_reads_on_at_the_next_row(
 
     releaser = threading.Thread(target=release, daemon=True)
     releaser.start()
-    result = run(*WORDS, "strategy.num_workers=[1,4]", "job.kind=rows",
+    result = run(*WORDS, "strategy.num_workers=[1,4]", f"job.kind={kind}", f"data.read={read}",
                  "job.pause_ms=500", f"job.folder={folder}", "train.eval_every=0")  # fmt: skip
     releaser.join(10)
     assert result.exit_code == 0, result.reason
     sizes = [len(event["workers"]) for event in events(result.run_dir, "generation_started")]
-    assert (sizes[0], max(sizes)) == (1, 3)
+    assert (sizes[0], max(sizes)) == of_sizes
     assert losses(result.run_dir) == pytest.approx(expected, rel=1e-4)
 
 
@@ -249,12 +250,25 @@ def test_rows_of_an_epoch_are_known_or_counted(folder: Path, kind: str, rows: in
         ("missing", "rows without a value in the column y; fill them in a function of the data"),
         ("types", "job.dataset('train'): rows of several schemas (x0: double, x1: float, "),
         ("schemas", "job.dataset('train'): rows of several schemas (Unable to merge: Field x0 has incompatible types"),
+        (
+            "wrong",
+            "train data, in a task of Ray Data: ValueError: The `fn` you passed to `map_batches` returned a value",
+        ),
+        ("unmade", "train data, in a task of Ray Data: RuntimeError: no vocabulary"),
+        ("crowded", "keeps actors, 5 of 1 CPU, for which the nodes have no room: 0 of the 4 CPUs of the cluster are"),
+        ("iterator", "job.dataset('train') returns a DataIteratorImpl; let it return a ray.data.Dataset"),
+        ("two", "job.dataset('train') returns a function that needs more; let it take the epoch alone"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(folder: Path, kind: str, message: str) -> None:
     with pytest.raises((DataError, JobError, ValueError)) as refused:
         taken(RowJob(kind=kind, folder=str(folder)), 2 * BATCH)
     assert message in str(refused.value)
+    assert "Traceback" not in str(refused.value)
+    if kind in ("failing", "wrong", "unmade"):
+        known = getattr(refused.value, "own_error", None)
+        assert known is not None, "it would come again"
+        assert known.comes_again
 
 
 def test_a_rank_refuses_blocks_of_several_kinds(folder: Path) -> None:

@@ -57,6 +57,11 @@ def in_order() -> Iterator[None]:
             context.use_datasource_v2 = before
 
 
+def is_dataset(value: Any) -> bool:
+    """Return whether a value is a dataset, and nothing else of Ray Data, such as an iterator over one."""
+    return "ray.data" in sys.modules and isinstance(value, sys.modules["ray.data"].Dataset)
+
+
 def prepare(dataset: Any, *, cpus: float | None, execution: int) -> None:
     """Let a dataset give its rows in order.
 

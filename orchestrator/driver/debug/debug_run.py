@@ -21,6 +21,7 @@ from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.driver.gang.members import Member, Members, WorkerMethod
 from orchestrator.driver.process.run_context import RunContext, RunResult
+from orchestrator.driver.process.uploads import Uploader
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints
 from orchestrator.driver.run.verdicts import Verdicts
@@ -32,7 +33,6 @@ from orchestrator.policy.worker_gpus import with_common_precision
 from orchestrator.protocol.events import GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Heartbeat, Place, WorkerEnvironment, WorkerInfo, merged
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
 from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
 from orchestrator.worker.base_actor import BaseWorker
 from orchestrator.worker.debug_worker import NODE, DebugWorker, InThisProcess

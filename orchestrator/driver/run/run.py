@@ -13,6 +13,7 @@ import ray.exceptions
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.process.run_context import RunContext, RunResult
+from orchestrator.driver.process.uploads import Uploader
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
@@ -27,7 +28,6 @@ from orchestrator.policy.run_state import Continuing, GenerationEnd, NextState, 
 from orchestrator.protocol.events import Continued, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
 
 
 class Run:

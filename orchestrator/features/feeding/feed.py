@@ -14,6 +14,7 @@ from typing import Protocol
 from orchestrator.features.feeding.window import Chunk, Part, Window
 from orchestrator.strategies.data.datasets import DatasetError
 from orchestrator.user_code.errors import JobError, error_text
+from orchestrator.user_code.own_errors import own_error
 from orchestrator.worker.data.data_loader import DataError, ReadFailure
 from orchestrator.worker.data.stream import Mark
 
@@ -286,4 +287,4 @@ def failure_of(error: BaseException) -> ReadFailure:
     if isinstance(error, (DataError, JobError)):
         return ReadFailure.of(error)
     text = str(error) if isinstance(error, DatasetError) else error_text(error)
-    return ReadFailure(text, traceback.format_exc(), is_of_job=isinstance(error, DatasetError))
+    return ReadFailure(text, traceback.format_exc(), isinstance(error, DatasetError), own_error(error))

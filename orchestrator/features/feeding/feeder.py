@@ -237,7 +237,7 @@ class Feeder:
         needs = [Need(*need) for need in ray_data.needs_of(dataset)]
         if (found := shortage(needs, ray_data.unreserved())) is not None:
             raise DatasetError(
-                f"job.dataset({split!r}): {found}, which would wait for ever: {ray_data.reserved()}; lower "
+                f"job.dataset({split!r}): {found}, for which the nodes have no room: {ray_data.reserved()}; lower "
                 "strategy.num_workers or what the data asks for, or add nodes"
             )
 

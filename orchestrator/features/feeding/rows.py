@@ -8,6 +8,7 @@ compared with the digest of rows that a checkpoint keeps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import math
@@ -26,12 +27,16 @@ from orchestrator.compat.ray import datasets as ray_data
 from orchestrator.features.feeding.window import Blocks, Chunk, Window, shuffled
 from orchestrator.strategies.data.columns import Columns, joined
 from orchestrator.strategies.data.datasets import DatasetError, is_of_ray, mix
-from orchestrator.user_code.errors import error_text
-from orchestrator.user_code.own_errors import OwnError
+from orchestrator.user_code.own_errors import OwnError, may_come_again, own_error_in
+from orchestrator.user_code.results import needed_argument
 from orchestrator.worker.data.data_loader import DataError
 from orchestrator.worker.data.stream import Mark
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s+([^\n]+)')
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Invalid)\b.*", re.MULTILINE)
+"""What a traceback ends with."""
+_TASK = re.compile(r"ray::(.+?)\(\) \(pid=")
 Skips = bool | Literal["if known"]
 """Whether files before a row are skipped; or only if each row of them is known to make one row."""
 LONG_S = 5.0
@@ -251,7 +256,7 @@ class Rows:
                     if count >= window:
                         yield number, self._chunk(pending, count, epoch, number, num_bytes)
                         number, pending, count, num_bytes = number + count, [], 0, 0
-        except (ray.exceptions.RayTaskError, ray.exceptions.UserCodeException) as e:
+        except ray.exceptions.RayError as e:
             raise task_error(self._reading.split, e) from e
         except ray_data.SchemaError as e:
             raise self._schema_error(e) from e
@@ -278,12 +283,16 @@ class Rows:
         where = f"job.dataset({self._reading.split!r})"
         with ray_data.in_order(), drawing(mix(self._reading.seed, self._reading.split, epoch)):
             dataset = self._open()
-            if not is_of_ray(dataset):
-                takes_epoch = bool(inspect.signature(dataset).parameters)
-                dataset = dataset(epoch) if takes_epoch else dataset()
-            if not is_of_ray(dataset):
+            made_by = "" if is_of_ray(dataset) else "function that makes a "
+            if made_by:
+                parameters = inspect.signature(dataset).parameters
+                if (name := needed_argument(functools.partial(dataset, epoch) if parameters else dataset)) is not None:
+                    raise DatasetError(f"{where} returns a function that needs {name}; let it take the epoch alone")
+                dataset = dataset(epoch) if parameters else dataset()
+            if not ray_data.is_dataset(dataset):
                 raise DatasetError(
-                    f"{where} returns a function that makes a {type(dataset).__name__}; let it make a ray.data.Dataset"
+                    f"{where} returns a {made_by}{type(dataset).__name__}; let it {'make' if made_by else 'return'} a "
+                    "ray.data.Dataset"
                 )
         if (operator := ray_data.unseeded_operator(dataset)) is not None:
             raise DatasetError(
@@ -310,12 +319,17 @@ class Rows:
 
 
 def task_error(split: str, error: BaseException) -> DataError:
-    """Return the error of a task. One of a function of the user would come again: each attempt gets the same rows."""
-    if not isinstance(error, ray.exceptions.UserCodeException):
-        return DataError(f"{split} data, in a task of Ray Data: {error_text(error)}")
-    raised, _, _ = str(error).partition("\n\nThe above exception was the direct cause")
-    found = DataError(f"{split} data, in a task of Ray Data: {raised.splitlines()[-1]}")
-    if frames := _FRAME.findall(raised):
+    """Return the error of a task, or of an actor. One of the user would come again: each attempt gets the same rows."""
+    raised, _, _ = _COLOUR.sub("", str(error)).strip().partition("\n\nThe above exception was the direct cause")
+    of_user = isinstance(error, ray.exceptions.UserCodeException)
+    lines = raised.splitlines()[-1:] if of_user else _RAISED.findall(raised) or raised.splitlines()[:1]
+    found = DataError(f"{split} data, in a task of Ray Data: {lines[-1] if lines else type(error).__name__}")
+    if of_user and (frames := _FRAME.findall(raised)):
         file, line, code = frames[-1]
         found.own_error = OwnError(place=f"{Path(file).name}:{line}: {code.strip()}", frames="", comes_again=True)
+    elif isinstance(error, ray.exceptions.RayActorError):  # the class of a user, in its __init__
+        found.own_error = own_error_in(raised)
+    elif isinstance(error, ray.exceptions.RayTaskError) and may_come_again(error.cause):  # what a function has returned
+        place = _TASK.search(raised)
+        found.own_error = OwnError(place=place[1] if place else "a task of the data", frames="", comes_again=True)
     return found

@@ -73,7 +73,7 @@ def digest(samples: Iterable[Any]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for leaf in leaves(list(samples)):
         if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.device.type == "cpu":
-            found.update(as_bytes(leaf.detach()).numpy())
+            found.update(as_bytes(leaf.detach()).numpy().data)
         elif isinstance(leaf, np.ndarray):
             found.update(digest(leaf.ravel()).encode() if leaf.dtype.kind == "O" else leaf.tobytes())
         elif isinstance(leaf, (str, bytes, int, float, np.generic)):

@@ -117,6 +117,7 @@ def test_what_a_script_has_started_ends_with_it(tmp_path: Path, how: str, end: s
         assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.campaign
 def test_a_script_that_cannot_save_says_so(tmp_path: Path) -> None:
     with running("silent.py", tmp_path, args="fail-at-stop") as ranks:
         for rank in ranks:

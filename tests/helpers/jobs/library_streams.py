@@ -41,7 +41,8 @@ def write_webdataset(folder: Path) -> None:
 def webdataset(folder: Path) -> Any:
     import webdataset as wds
 
-    return wds.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=False).map(decoded)
+    shards = sorted(map(str, folder.glob("*.tar")))
+    return wds.WebDataset(shards, shardshuffle=SHARDS, detshuffle=True, seed=1).shuffle(50, seed=1).map(decoded)
 
 
 def decoded(sample: dict[str, Any]) -> dict[str, Any]:

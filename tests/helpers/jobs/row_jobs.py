@@ -138,6 +138,9 @@ class RowJob(Job):
             return InOrder(rows=seen(pixels()))
         if self.kind == "images":
             return ray_data().read_images(self.folder).map_batches(seen)
+        if self.kind == "texts":
+            texts = ray_data().read_parquet(self.folder)
+            return texts.map_batches(tokenized).map_batches(dying_once, fn_args=(self.mark,))
         if split == "val":
             return made(f"{self.folder}/0.parquet")
         if self.kind == "sieved":
@@ -156,11 +159,18 @@ class RowJob(Job):
             return lambda epoch: made(self.folder)
         if self.kind == "dying":
             return made(self.folder).map_batches(dying_once, fn_args=(self.mark,))
-        if self.kind == "texts":
-            texts = ray_data().read_parquet(self.folder)
-            return texts.map_batches(tokenized).map_batches(dying_once, fn_args=(self.mark,))
         if self.kind == "failing":
             return made(self.folder).map_batches(failing)
+        if self.kind == "wrong":
+            return made(self.folder).map_batches(no_batch)
+        if self.kind == "unmade":
+            return made(self.folder).map_batches(Unmade, concurrency=1)
+        if self.kind == "crowded":
+            return made(self.folder).map_batches(Unmade, concurrency=5)
+        if self.kind == "iterator":
+            return made(self.folder).iterator()
+        if self.kind == "two":
+            return lambda epoch, more: made(self.folder)
         if self.kind == "unseeded":
             return made(self.folder).random_shuffle()
         if self.kind == "halved":
@@ -290,6 +300,20 @@ def of_two_types(batch: dict[str, Any]) -> dict[str, Any]:
 
 def failing(batch: dict[str, Any]) -> dict[str, Any]:
     raise ValueError("this row is broken")
+
+
+def no_batch(batch: dict[str, Any]) -> int:
+    return 3
+
+
+class Unmade:
+    """What an actor of Ray Data fails to make."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no vocabulary")
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch
 
 
 def noisy(batch: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from orchestrator.config.recorded_config import overrides_to_evaluate, to_dict, 
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.preflight.record import command_line
-from orchestrator.driver.sweep.sweep import output_of
 from orchestrator.strategies import registry
 
 FILES = {
@@ -106,7 +105,6 @@ def test_a_primary_file_of_the_user_extends_ours() -> None:
     config = composed("--config-name=mine")
     assert (config.name, config.strategy.name, config.tracking.uri) == ("1.10", "single", None)
     assert composed("--config-name=mine.yaml", "strategy=mine").strategy.name == "ddp"
-    assert output_of(["--config-name=mine", "seed=1,2"]).path == Path.cwd() / "mine"
     assert choosing(["--config-name=mine", "job=line", "seed=3", "job=nope"], "seed") == [
         *("--config-name=mine", "job=line", "seed=3")
     ]

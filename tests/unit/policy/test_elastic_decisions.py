@@ -1,5 +1,6 @@
 """Which size a run has, and who sits where: decided without Ray."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,12 @@ def test_on_an_autoscaler_a_run_starts_with_what_is_granted_and_not_less_than_it
     assert sizes is not None, errors
     assert sizes.initial.world_size == 10
     assert [sizes.fitting(room).world_size for room in (0, 2, 6, 12)] == [2, 2, 6, 10]
+
+
+def test_the_largest_size_that_fits_leaves_room_for_the_spares() -> None:
+    by_mesh = {mesh: replace(DDP.plan(mesh), spares=1) for mesh in DDP.meshes}
+    spared = Sizes(DDP.meshes, by_mesh.__getitem__, initial=DDP.meshes[-1])
+    assert [spared.fitting(room).world_size for room in (2, 4, 5)] == [2, 3, 4]
 
 
 # Where survivors can save -------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from orchestrator.config.build import ConfigError
 from orchestrator.config.overrides import last_of_each, masked
-from orchestrator.config.redact import Redactor
+from orchestrator.config.redact import MASK, Redactor
 from orchestrator.display.plain_text import say_note
 from orchestrator.display.terminal import closing_interrupts
 from orchestrator.driver.preflight.early_checks import refuse_early
@@ -83,12 +83,12 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
     if not options.multirun and options.working_dir.resolve() == Path.cwd():
         refuse_early([options.overrides], redactor, starts_here=False)
     # Imported here because errors in keys must not wait seconds for torch and Ray.
-    from orchestrator.driver.preflight.run_config import URI_VARIABLE, tracking_variables
+    from orchestrator.driver.preflight.run_config import base_dir
     from orchestrator.driver.process.origin import origin_of_submission
+    from orchestrator.driver.process.uploads import tracking_keys
     from orchestrator.features.submit.job_submission import JobServer, make_submission
     from orchestrator.features.submit.submitted import checked, visible_secrets
     from orchestrator.records.git import git_facts
-    from orchestrator.tracking.uri import is_redacted
 
     if options.multirun and options.restarts is not None:
         raise ConfigError([f"{RESTARTS_OPTION}={options.restarts}: only for a single run, without -m"])
@@ -100,11 +100,11 @@ def _submit(options: argparse.Namespace, redactor: Redactor) -> int:
             "variable on the cluster instead, and pass '<key>=${oc.env:NAME}'",
             file=sys.stderr,
         )
-    variables = tracking_variables(configs[0])
-    if is_redacted(variables.get(URI_VARIABLE, "")):
-        del variables[URI_VARIABLE]
+    found = tracking_keys().variables(configs[0].tracking, base_dir())
+    variables = {name: value for name, value in found.items() if MASK not in value}
+    for name in found.keys() - variables.keys():
         print(
-            f"warning: {URI_VARIABLE} does not travel, because Ray's dashboard would show its password; set it on the "
+            f"warning: {name} does not travel, because Ray's dashboard would show its password; set it on the "
             "cluster, or the login in ~/.mlflow/credentials there",
             file=sys.stderr,
         )

@@ -16,6 +16,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "continuation_errors", refuse)
 
 
+@pytest.mark.needs("tracking")
 def test_nothing_starts_beside_the_only_worker() -> None:
     words = ["debug=true", "strategy=ddp", "strategy.num_workers=4", "data.num_workers=3", "recovery.spares=2"]
     words += ["recovery.chaos=[kill@5:3]", "tracking.tensorboard=true", "cluster.address=10.0.0.1:6379"]

@@ -58,7 +58,7 @@ REFUSED = (
     "resume=last",
     "evaluate=carol",
     "start_from=carol",
-    "tracking.uri=foo://x output_dir=/proc/x resume=bob",
+    pytest.param("tracking.uri=foo://x output_dir=/proc/x resume=bob", marks=pytest.mark.needs("tracking")),
     "tracking.sinks=[tensorbord]",
     "-- seed=1 | seed=x",
 )
