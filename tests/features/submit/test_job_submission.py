@@ -298,7 +298,7 @@ def test_a_verb_brings_the_package_and_the_doctor_uses_that_of_the_cluster(monke
     with job_server() as dashboard:
         assert queue.main(["list", "--address", dashboard.url]) == 0
         (files,) = dashboard.files()
-        assert "orchestrator/verb_in_job.py" in files
+        assert "orchestrator/features/submit/verbs/verb_in_job.py" in files
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", dashboard.url)
         assert queue.main(["cancel", "mine"]) == 0
         assert doctor.main(["job=gpt", "--json"]) == 0
