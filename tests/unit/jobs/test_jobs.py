@@ -16,7 +16,8 @@ from jobs.sleep import Sleep
 from jobs.toy import Toy
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.slow  # a run at defaults has seed 0
+@pytest.mark.parametrize("seed", [1, 2])
 def test_digits_reaches_97_percent_at_the_defaults(seed: int) -> None:
     model, _ = trained(Digits(), steps=500, batch=64, seed=seed)
     assert accuracy(Digits(), model) >= 0.97

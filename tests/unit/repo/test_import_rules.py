@@ -174,12 +174,13 @@ def _imports_of(name: str, tree: ast.Module) -> Iterator[Import]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield Import(name, inner if inner in files() else str(node.module), when, node.lineno)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             when = "in a function" if when == "at import" else when
         elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             when = "for types"
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, when)
+            if not isinstance(child, ast.expr):  # which imports nothing
+                yield from visit(child, when)
 
     return visit(tree, "at import")
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 import orchestrator
@@ -75,6 +76,7 @@ def subclasses(cls: type[Event]) -> Iterator[type[Event]]:
         yield from subclasses(subclass)
 
 
+@pytest.mark.slow
 def test_every_metric_in_the_code_has_a_meaning_and_no_other_has() -> None:
     """A name that is put together has ``<x>`` for what it is put together of."""
     found = {name for path in (ROOT / "orchestrator").rglob("*.py") for name in metric_names(path)}
