@@ -64,12 +64,14 @@ class Timing:
     Attributes:
         startup_s: the time from process start to the end of the first step.
         startup: its parts; empty for the peers.
+        data_wait_pct: the share of a step that it waited for samples, in the median; None for the peers.
     """
 
     startup_s: float
     startup: Mapping[str, float]
     samples_per_s: float
     step_ms_p50: float
+    data_wait_pct: float | None = None
 
     def __str__(self) -> str:
         rate = f"{self.samples_per_s:,.0f} samples/s, median step {self.step_ms_p50:.2f} ms"
@@ -105,7 +107,7 @@ def ours(
 
     def run(folder: Path) -> Timing:
         summary = launch(workload, all_overrides, folder).read_record()["summary"]
-        return Timing(**{name: summary[name] for name in Timing.__dataclass_fields__})
+        return Timing(**{name: summary.get(name) for name in Timing.__dataclass_fields__})
 
     return run
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.compat.autocast import cast_grouped_products
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import CAST, CLONE, reads_nothing, storage_key
 from orchestrator.model.batch import map_tensors, tensors_in
@@ -53,6 +54,8 @@ class Precision:
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which a forward pass and its loss run."""
         dtype = self.autocast_dtype
+        if dtype is not None:
+            cast_grouped_products(self.device_type)
         return torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=self.keeps_casts)
 
     def converted(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -20,9 +20,9 @@ class Correction:
     """Factors of what the parts of a step take.
 
     Attributes:
-        computing: of computation.
+        computing: of computation, also that of other stages which a stage waits for.
         exchanging: of collectives.
-        staging: of what stages send, and of their waiting for the computation of others.
+        staging: of what stages send.
     """
 
     computing: float = 1.0
@@ -32,9 +32,8 @@ class Correction:
     def seconds(self, time: StepTime) -> float:
         """Return the seconds of a step."""
         exchanged = math.fsum(getattr(time, name) for name in _EXCHANGED)
-        computed = time.total - exchanged - time.sends - time.bubble
-        staged = time.sends + self.computing * time.bubble
-        return self.computing * computed + self.exchanging * exchanged + self.staging * staged
+        computed = time.total - exchanged - time.sends
+        return self.computing * computed + self.exchanging * exchanged + self.staging * time.sends
 
 
 def correction(measured: Sequence[tuple[StepTime, float]]) -> Correction:

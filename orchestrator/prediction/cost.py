@@ -32,6 +32,8 @@ TILED = 1.5
 WHOLE_OPERANDS = 4
 """The operands of a layer's products, as multiples of its output, that each tensor rank reads or writes whole: the
 inputs of what is divided by columns, and the outputs of what is divided by rows (arXiv:1909.08053, section 3)."""
+MET_IN_LAYER = 4
+"""The collectives of tensor ranks in a layer, forward and backward."""
 SETTLE_S = 0.002
 """What a step costs beside all that."""
 HEAD_MOST = 0.75
@@ -70,10 +72,12 @@ class Host:
 
     Attributes:
         stage_s: the time of a pass of a stage over a micro-batch.
-        collective_s: the time of any collective.
+        collective_s: the time by which the ranks meet for a collective within a pass.
         shard_factor: what gathers and sums of shards take, relative to sums of whole gradients.
         accumulated_bytes: what is moved to add the gradient of a parameter to that of earlier micro-batches.
         tensor_operators: the operators that update a tensor.
+        summed_operators: those by which its gradient comes to a sum over ranks.
+        divided_operators: those that divide it over ranks, or its update.
     """
 
     stage_s: float = 0.0
@@ -81,6 +85,8 @@ class Host:
     shard_factor: float = 1.0
     accumulated_bytes: float = 0.0
     tensor_operators: float = 0.0
+    summed_operators: float = 0.0
+    divided_operators: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,8 @@ class Step:
         gathered_more: the bytes that all parameters outside of layers have in addition then, such as tables that are
             not cast.
         summed_bytes: the bytes of a gradient when it is summed.
-        exchanged_bytes: what those with the same parameters exchange in a step for each: sums, and updated parameters.
+        exchanged_bytes: what those with the same parameters exchange in a step for each: sums of gradients.
+        updated_bytes: what they exchange in addition: updated parameters.
         divides_sends: whether tensor ranks divide what is sent from stage to stage.
         divides_ends: whether tensor ranks divide embeddings and the head too, and not only the layers.
         overlaps_tensor: the share of the exchanges between tensor ranks that hides behind products.
@@ -132,6 +139,7 @@ class Step:
     gathered_more: float = 0.0
     summed_bytes: float = 4.0
     exchanged_bytes: float = 6.0
+    updated_bytes: float = 0.0
     divides_sends: bool = True
     divides_ends: bool = True
     overlaps_tensor: float = 0.0
@@ -189,9 +197,9 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
     of_shards = cluster.bus_bytes_s((mesh.tensor, step.shards))
     each, once = sent.shards_each_pass / of_shards, sent.shards_once / of_shards
     of_copies = (mesh.tensor, mesh.shard * mesh.context // step.shards), (mesh.distance("replicate"), mesh.replicate)
-    exchanging = sent.replicas / cluster.bus_bytes_s(*of_copies)
-    # What hides behind computation leaves less of it for what comes next.
     host, hiding = stack.host or Host(), a_pass * (stack.host is None)
+    exchanging = (sent.replicas + host.shard_factor * sent.updates) / cluster.bus_bytes_s(*of_copies)
+    # What hides behind computation leaves less of it for what comes next.
     hidden = passes * min(each, GATHER_HIDDEN * hiding)
     hidden += min(once, GATHER_HIDDEN * hiding, passes * hiding - hidden)
     slowed = GATHER_SEEN * (passes * min(each, hiding) + min(once, hiding))
@@ -204,8 +212,11 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
     sends = passes * sent.stages / (cluster.inside if stages_meet else cluster.between).bytes_s
     sends *= SENDS_SEEN if stack.host is None else 1.0
     sends += passes * 2 * step.chunks * host.stage_s * (mesh.pipeline > 1)
+    waits = step.bubble * (mesh.pipeline - step.fullest) / max(1, mesh.pipeline - 1)  # for stages with less to do
     accumulated = (passes - 1) * step.own_parameters(work) * host.accumulated_bytes
-    in_tensors = stack.operator_s * host.tensor_operators * work.tensors / mesh.pipeline
+    divides = step.divides_update or step.shards > 1
+    operators = host.tensor_operators + host.summed_operators * (step.copies * step.shards > 1)
+    in_tensors = stack.operator_s * (operators + host.divided_operators * divides) * work.tensors / mesh.pipeline
     updated = step.own_parameters(work) / (step.copies if step.divides_update else 1)
     return StepTime(
         products=passes * one.products,
@@ -215,11 +226,11 @@ def step_time(work: ModelWork, step: Step, cluster: Cluster, stack: Stack) -> St
         update=updated * UPDATE_BYTES / cluster.device.memory_bytes_s + in_tensors + SETTLE_S,
         shard=gathering,
         replicate=summing,
-        tensor=passes * one.tensor,
+        tensor=passes * (one.tensor + MET_IN_LAYER * work.layers * host.collective_s * (mesh.tensor > 1)),
         context=passes * one.context,
         expert=passes * one.expert,
         sends=sends,
-        bubble=step.bubble * (passes * a_pass + gathering + sends),
+        bubble=waits * (passes * a_pass / step.fullest + gathering + sends),
     )
 
 
@@ -230,7 +241,8 @@ class Sent:
     Attributes:
         shards_each_pass: with the ranks that have other shards, for a micro-batch.
         shards_once: with the same ranks, once in a step.
-        replicas: with the ranks that have the same parameters, once in a step.
+        replicas: with the ranks that have the same parameters, once in a step: gradients.
+        updates: with the same ranks: parameters.
         tensor: with the ranks that divide its layers, for a layer and a micro-batch.
         stages: to the stages before and after, for a micro-batch.
     """
@@ -238,6 +250,7 @@ class Sent:
     shards_each_pass: float
     shards_once: float
     replicas: float
+    updates: float
     tensor: float
     stages: float
 
@@ -255,6 +268,7 @@ def sent_bytes(work: ModelWork, step: Step) -> Sent:
         shards_each_pass=of_group * each,
         shards_once=of_group * (gathered + summed - each),
         replicas=(copies - 1) / copies * step.own_parameters(work) * step.exchanged_bytes,
+        updates=(copies - 1) / copies * step.own_parameters(work) * step.updated_bytes,
         tensor=2 * (tensor - 1) / tensor * rows * (forward * summed_output + 2 * output),
         stages=2 * step.chunks * rows * output / (tensor if step.divides_sends else 1) if mesh.pipeline > 1 else 0.0,
     )

@@ -10,9 +10,10 @@ from orchestrator.new import main
 def test_the_commands_that_a_new_project_names_work(tmp_path: Path) -> None:
     project = tmp_path / "two_spirals"
     assert main([str(project)]) == 0
+    short = ("strategy=ddp", "strategy.num_workers=2", "train.steps=20", "tracking=none")
     for words in (
         ["pytest", "-q", "-p", "no:cacheprovider"],
-        ["orchestrator.launch", "job=two_spirals", "strategy=ddp", "strategy.num_workers=2", "train.steps=20"],
+        ["orchestrator.launch", "job=two_spirals", *short],
     ):
         ran = subprocess.run(
             [sys.executable, "-m", *words], cwd=project, capture_output=True, text=True, timeout=300, check=False

@@ -147,7 +147,7 @@ def test_a_run_that_grows_reads_on_at_the_next_row(
 
 
 def test_workers_that_reserve_every_cpu_are_refused_with_the_numbers(run: Any, folder: Path) -> None:
-    result = run(*WORDS, "strategy.num_workers=4", "cluster.cpus_per_worker=1", "job.kind=rows", f"job.folder={folder}")
+    result = run(*WORDS, "strategy.num_workers=2", "cluster.cpus_per_worker=2", "job.kind=rows", f"job.folder={folder}")
     assert result.exit_code != 0
     assert "4 of the 4 CPUs of the cluster are reserved" in result.reason
 

@@ -67,11 +67,6 @@ def uploaded(server_port: int, tmp_path_factory: pytest.TempPathFactory) -> Uplo
     folder.mkdir(parents=True)
     (folder / "report.md").write_text(REPORT)
     draw(Comparison([read_run(run.path) for run in runs]), folder / "compare.png")
-    weights = Digits().model().state_dict()
-    state = TrainState(model=weights, optimizer={}, meta={"step": 200, "samples_consumed": 12800})
-    checkpoint.save(fastest.checkpoints, state, run_uid="")
-    with fastest.edit_record() as record:
-        record["tracking"] |= {"log_model": True, "log_dataset": True}
     for run in runs:
         assert sync.main([str(run.path)]) == 0
     return Uploaded(server, by_speed)
@@ -131,6 +126,7 @@ def test_the_link_of_a_run_shows_which_strategy_is_fastest(page: Page, uploaded:
     keep(page, "mlflow-charts.png")
 
 
+@pytest.mark.campaign
 def test_a_browser_that_knows_nothing_finds_the_charts(uploaded: Uploaded, tmp_path: Path) -> None:
     """The link of a run chooses model training."""
     with browser(tmp_path / "profile") as page:
@@ -140,6 +136,7 @@ def test_a_browser_that_knows_nothing_finds_the_charts(uploaded: Uploaded, tmp_p
         assert "Evaluation runs" not in page.text(), "those belong to the other mode"
 
 
+@pytest.mark.campaign
 def test_the_table_has_the_figures_of_the_runs(page: Page, uploaded: Uploaded) -> None:
     page.resize(1700, 520)
     page.open("about:blank")
@@ -157,11 +154,18 @@ def test_the_table_has_the_figures_of_the_runs(page: Page, uploaded: Uploaded) -
     keep(page, "mlflow-table.png")
 
 
+@pytest.mark.campaign
 def test_the_page_of_a_run_says_what_it_was(page: Page, uploaded: Uploaded) -> None:
-    record = uploaded.runs[0].read_record()
-    experiment = urlsplit(link_of(uploaded.runs[0])).fragment.split("/")[2]
+    run = uploaded.runs[0]
+    weights = Digits().model().state_dict()
+    state = TrainState(model=weights, optimizer={}, meta={"step": 200, "samples_consumed": 12800})
+    checkpoint.save(run.checkpoints, state, run_uid="")
+    with run.edit_record() as record:
+        record["tracking"] |= {"log_model": True, "log_dataset": True}
+    assert sync.main([str(run.path)]) == 0
+    experiment = urlsplit(link_of(run)).fragment.split("/")[2]
     page.resize(1500, 900)
-    page.open(f"{uploaded.server}/#/experiments/{experiment}/runs/{read_cursor(uploaded.runs[0]).run_id}")
+    page.open(f"{uploaded.server}/#/experiments/{experiment}/runs/{read_cursor(run).run_id}")
     page.wait_for("/Logged models \\(1\\)|Logged models[^]*model/.test(document.body.innerText)")
     text = page.wait_for("document.body.innerText.includes('Digits') && document.body.innerText")
     for shown in ("with strategy", "samples/s", "digits.py", record["source"]["user"], "Digits"):

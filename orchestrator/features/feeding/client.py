@@ -38,6 +38,8 @@ HEAD = 64
 """How many of the first samples are read at once."""
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
 _POLL_S = 0.2
+_Fetched = tuple[Share, Sequence[Any], Sequence[Any]]
+"""A share, its samples as others may see them, and a copy that may be changed."""
 
 
 class Feeding:
@@ -130,6 +132,8 @@ class FedSplit(Fed):
         self._length = length
         self._blocks: OrderedDict[Any, Mapping[str, Any]] = OrderedDict()
         self._types: dict[str, str] = {}
+        self._further: Sequence[Share] = ()  # which came with the last answer
+        self._follows: tuple[Request, int] | None = None  # what asks for the first of them
         self.last_mark: Callable[[], Mark | None] = lambda: None
 
     def __len__(self) -> int:
@@ -151,14 +155,15 @@ class FedSplit(Fed):
         return FedReader(self, self._feeding)
 
     def part(self, position: int, count: int, *, first: int, end: int) -> tuple[int, Sequence[Any]]:
-        request = self.request(position, count, first, end, keep=position, ahead=2 * count)
+        request = self.request(position, count, first, end, keep=position)
         share, samples = self.fetch(replace(request, once=True))
         return share.count, samples
 
     def close(self) -> None:
         self._blocks.clear()
+        self._further = ()
 
-    def request(self, position: int, count: int, first: int, end: int, *, keep: int, ahead: int) -> Request:
+    def request(self, position: int, count: int, first: int, end: int, *, keep: int) -> Request:
         """Return the request for a share, which has to be asked for in this generation."""
         assignment = self._feeding.assignment
         return Request(
@@ -169,7 +174,7 @@ class FedSplit(Fed):
             first=first,
             end=end,
             keep=max(0, keep),
-            ahead=ahead,
+            ahead=assignment.config.data.batches_ahead * count,
         )
 
     def fetch(self, request: Request) -> tuple[Share, Sequence[Any]]:
@@ -182,10 +187,9 @@ class FedSplit(Fed):
         deadline = time.monotonic() + timeout_s
         while True:
             deaths = self._feeding.deaths
-            share: Share | None = self._feeding.call("take", self.name, request, retries=False)
-            if self._feeding.deaths > deaths:  # the next one compares what it reads with what was read
-                if not request.once:
-                    request = replace(request, mark=self.last_mark() or request.mark)
+            share = self._take(request)
+            if self._feeding.deaths > deaths:
+                request = self._from_last_mark(request)
                 continue
             if share is None:
                 raise LoaderError("the feeder serves a later generation of this run")
@@ -195,7 +199,8 @@ class FedSplit(Fed):
                 try:
                     return share, joined([p.load(self._columns) for p in share.parts]) if share.parts else ()
                 except _GONE:
-                    request = replace(request, lost=share.reading)
+                    self._further = ()
+                    request = replace(self._from_last_mark(request), lost=share.reading)
                 except ValueError as e:
                     raise JobError(f"job.dataset({self.name!r}): {e}") from e
             elif self._feeding.waits_for_cpus and (why := ray_data.no_cpus()) is not None:  # since a run has grown
@@ -205,6 +210,23 @@ class FedSplit(Fed):
                     f"{self.name} data: no batch within {timeout_s:g} s: the tasks that make it are too slow, fail "
                     "again and again, or wait for CPUs"
                 )
+
+    def _take(self, request: Request) -> Share | None:
+        """Return a share that came with an earlier one, or ask the feeder. It is None if the feeder has died, too."""
+        asked = replace(request, position=0, keep=0, mark=None, lost=None)
+        if self._further and (asked, request.position) == self._follows and request.lost is None:
+            share, *further = self._further
+        else:
+            answer: Share | None = self._feeding.call("take", self.name, request, retries=False)
+            if answer is None:
+                return None
+            share, further = answer, [*answer.further]
+        self._further, self._follows = further, (asked, request.position + request.count)
+        return share
+
+    def _from_last_mark(self, request: Request) -> Request:
+        """Return the request by which a new feeder compares what it reads with what was read."""
+        return request if request.once else replace(request, mark=self.last_mark() or request.mark)
 
     def _columns(self, ref: Any) -> Mapping[str, Any]:
         if ref not in self._blocks:
@@ -233,9 +255,9 @@ class FedReader:
         self._feeding = feeding
         self._mark: Mark | None = None
         self._last: Share | None = None
-        self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque(maxlen=64)
+        self._recent: deque[tuple[Request, Mark, Sequence[Any]]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feeding")
-        self._fetched: deque[tuple[Request, Future[tuple[Share, Sequence[Any]]]]] = deque()
+        self._fetched: deque[tuple[Request, Future[_Fetched]]] = deque()
 
     def read(self, count: int, *, first: int, end: int) -> Sequence[Any]:
         """Return the samples from number ``first`` up to, but not including, ``end`` of the next ``count``.
@@ -243,12 +265,10 @@ class FedReader:
         Raises:
             DataError, JobError: they cannot be read.
         """
-        config = self._feeding.assignment.config
-        back = (2 * self._feeding.assignment.plan.loader_processes + 3) * count
+        behind = 2 * self._feeding.assignment.plan.loader_processes + 3  # batches that may not have been trained with
 
         def wanted(position: int) -> Request:
-            ahead = config.data.batches_ahead * count
-            return self._split.request(position, count, first, end, keep=self.position - back, ahead=ahead)
+            return self._split.request(position, count, first, end, keep=self.position - behind * count)
 
         fits = self._fetched and replace(wanted(self.position), keep=0) == replace(
             self._fetched[0][0], keep=0, mark=None
@@ -257,14 +277,20 @@ class FedReader:
             self._drop_fetched()
         while len(self._fetched) <= AHEAD:
             request = replace(wanted(self.position + len(self._fetched) * count), mark=self._mark)
-            self._fetched.append((request, self._pool.submit(self._split.fetch, request)))
+            self._fetched.append((request, self._pool.submit(self._fetch, request)))
         request, future = self._fetched.popleft()
-        share, samples = _result(future, config.recovery.loader_timeout_s)
+        share, samples, own = _result(future, self._feeding.assignment.config.recovery.loader_timeout_s)
         self._last = share
         self.position += count
         if share.mark is not None:
             self._recent.append((request, share.mark, samples if isinstance(samples, Columns) else ()))
-        return samples
+        while len(self._recent) > behind:
+            self._recent.popleft()
+        return own
+
+    def _fetch(self, request: Request) -> _Fetched:
+        share, samples = self._split.fetch(request)
+        return share, samples, samples.own() if isinstance(samples, Columns) else samples
 
     def first_read(self) -> tuple[int, str] | None:
         """Return where the first samples of a stream are read if several nodes read it. See :class:`StreamReader`."""
@@ -311,7 +337,7 @@ class FedReader:
         self._fetched.clear()
 
 
-def _result(future: Future[tuple[Share, Sequence[Any]]], timeout_s: float) -> tuple[Share, Sequence[Any]]:
+def _result(future: Future[_Fetched], timeout_s: float) -> _Fetched:
     """Return what has been fetched; a result may come late, because the feeder has begun anew."""
     try:
         return future.result(timeout=2 * timeout_s)

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from orchestrator.features.feeding.window import Chunk, Part, Window
@@ -22,6 +22,8 @@ FULL = 0.5
 """The share of the object store from which on the user is told."""
 ANSWER_S = 5.0
 """After this time a request is answered without samples, and the rank asks again."""
+AT_ONCE = 64
+"""An answer has the shares of at most so many global batches."""
 
 
 class Source(Protocol):
@@ -90,6 +92,7 @@ class Share:
         notes: what the user should know.
         rows_per_s: the samples that have been read in a second of reading.
         kept_mb: the size of the blocks in the object store that are kept for the ranks; infinite for a stream.
+        further: the shares of the global batches after this one.
     """
 
     parts: tuple[Part, ...] | None
@@ -99,6 +102,7 @@ class Share:
     notes: tuple[str, ...]
     rows_per_s: float = 0.0
     kept_mb: float = math.inf
+    further: tuple[Share, ...] = ()
 
 
 class Feed:
@@ -146,7 +150,7 @@ class Feed:
                 self._changed.notify_all()
                 stop = request.position + request.count
                 if self._window.end >= stop or self._ended is not None:
-                    return self._share(request, min(stop, self._window.end))
+                    return self._shares(request, min(stop, self._window.end))
                 if self._failure is not None:
                     return self._failure
                 if not self._changed.wait(deadline - time.monotonic()):
@@ -164,6 +168,19 @@ class Feed:
             self._window, self._ended, self._failure = Window(0), None, None
             self._window.start = 2**63
             self._changed.notify_all()
+
+    def _shares(self, request: Request, stop: int) -> Share:
+        """Return the share, with those of the batches after it that are there already.
+
+        These are half of what may be read ahead, and all of a chunk, which is kept as a whole in any case.
+        """
+        half = request.ahead // 2
+        end = min(self._window.end, max(stop + half, self._window.chunk_end(request.position)))
+        starts = range(stop, end - request.count + 1, request.count)[: AT_ONCE - 1]
+        further = tuple(self._share(replace(request, position=start), start + request.count) for start in starts)
+        self._wanted = max(self._wanted, stop + len(further) * request.count + half)
+        self._changed.notify_all()
+        return replace(self._share(request, stop), further=further)
 
     def _share(self, request: Request, stop: int) -> Share:
         count = max(0, stop - request.position)

@@ -101,15 +101,13 @@ class Feeder:
         repeats = not request.once
         with self._lock:
             key = (split, 0 if repeats else request.count)
-            feed = self._feeds.setdefault(
-                key,
-                Feed(
+            if key not in self._feeds:
+                self._feeds[key] = Feed(
                     functools.partial(self._source, split, count=request.count, repeats=repeats),
                     keep_bytes=0.0 if repeats else KEPT_BYTES,
                     store_bytes=ray_data.store_bytes(),
-                ),
-            )
-        return feed.take(request)
+                )
+        return self._feeds[key].take(request)
 
     def first_read(self, split: str) -> tuple[int, str] | None:
         """Return the position and the digest of the first samples of a stream, as far as it has been read."""

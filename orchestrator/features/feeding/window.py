@@ -135,6 +135,11 @@ class Window:
         self.num_bytes += chunk.num_bytes
         self.end = start + len(chunk)
 
+    def chunk_end(self, position: int) -> int:
+        """Return the position after the chunk that has the sample at ``position``, or the end."""
+        ends = (first + len(chunk) for first, chunk in self._chunks)
+        return next((end for end in ends if end > position), self.end)
+
     def parts(self, start: int, stop: int) -> list[Part]:
         """Return the samples from ``start`` up to, but not including, ``stop``, all of which are there."""
         return [

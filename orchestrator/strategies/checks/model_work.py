@@ -158,7 +158,15 @@ def _work(counted: Mapping[str, float], parameters: float, rows: int, tokens: in
     )
 
 
-GLOO = Host(stage_s=5e-4, collective_s=1e-3, shard_factor=1.7, accumulated_bytes=12.0, tensor_operators=6.0)
+GLOO = Host(
+    stage_s=5e-4,
+    collective_s=2e-3,
+    shard_factor=1.7,
+    accumulated_bytes=12.0,
+    tensor_operators=6.0,
+    summed_operators=16.0,
+    divided_operators=22.0,
+)
 """By the times of small models on two cores in ``benchmarks/results/auto.md``: orders of magnitude."""
 UNFUSED = Stack(products=1.0, attention=1.0, moved=1 / IN_KERNELS, host=GLOO)
 """Each operator moves its own bytes."""

@@ -116,7 +116,8 @@ class TracedJob:
             sums_each_pass=layout.pipeline is None,
             gathered_bytes=each,
             gathered_more=self._gathered_more(config.train.precision, each),
-            exchanged_bytes=SUMMED_BYTES + (UPDATED_BYTES if divides_update else 0.0),
+            exchanged_bytes=SUMMED_BYTES,
+            updated_bytes=UPDATED_BYTES if divides_update else 0.0,
             divides_sends=False,
             divides_ends=bool(self._divided(mesh.tensor)[1]),
         )
@@ -156,7 +157,8 @@ class TracedJob:
 
 def _fullest(layout: PipelineLayout, workers: int, layers: int) -> float:
     """Return the layers of the worker that has most, relative to the mean, if stages begin at layers."""
-    return layout.num_stages // workers * math.ceil(layers / layout.num_stages) * workers / layers
+    of_stage = layout.num_stages // workers if layers < layout.num_stages else 1
+    return of_stage * math.ceil(layers / (workers * of_stage)) * workers / layers
 
 
 def _bubble(layout: PipelineLayout, workers: int) -> float:

@@ -11,10 +11,16 @@ from torch.utils.data import default_collate
 
 
 class Columns(Sequence[dict[str, Any]]):
-    """Samples as arrays, one for each column. A sample is a dict of the values of the columns."""
+    """Samples as arrays, one for each column. A sample is a dict of the values of the columns.
 
-    def __init__(self, columns: Mapping[str, np.ndarray[Any, Any]]):
+    Args:
+        columns: the arrays.
+        are_own: whether nobody else has them.
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray[Any, Any]], *, are_own: bool = False):
         self.columns = dict(columns)
+        self._are_own = are_own
 
     def __len__(self) -> int:
         return next((len(column) for column in self.columns.values()), 0)
@@ -25,7 +31,7 @@ class Columns(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> Columns: ...
     def __getitem__(self, index: Any) -> Any:
         chosen = {name: column[index] for name, column in self.columns.items()}
-        return Columns(chosen) if isinstance(index, slice) else chosen
+        return Columns(chosen, are_own=self._are_own) if isinstance(index, slice) else chosen
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
@@ -35,8 +41,10 @@ class Columns(Sequence[dict[str, Any]]):
         return Columns({name: column[chosen] for name, column in self.columns.items()})
 
     def own(self) -> Columns:
-        """Return a copy: columns may share memory with other processes, and must not be changed."""
-        return Columns({name: np.array(column) for name, column in self.columns.items()})
+        """Return a copy, unless these are one. Columns may share memory with other processes, which read the same."""
+        if self._are_own:
+            return self
+        return Columns({name: np.array(column) for name, column in self.columns.items()}, are_own=True)
 
     def padded(self, rows: int) -> Columns:
         """Return the samples with the last one repeated until there are ``rows``."""

@@ -267,7 +267,7 @@ def train_batches(
     reader: BatchReader | Collator
     elements: Iterator[tuple[int, Any]]
     if isinstance(dataset, Reader):
-        reader, elements = Collator(function, "train"), slices(dataset)
+        reader, elements = Collator(function, "train", loading.collate is not None), slices(dataset)
     else:
         reader, elements = BatchReader(dataset, function, "train"), indices(dataset)
     loader = Loader(reader, loading, seed=datasets.mix(sampling.seed, samples_consumed, share.dp_rank))
@@ -337,7 +337,9 @@ class EvalBatches:
             self.num_batches = math.ceil(even_shares(len(self._kept), data_parallel_size)[0] / batch_size)
             loading = replace(loading, num_workers=min(loading.num_workers, self.num_batches))
         self._loader = Loader(
-            Collator(function, split) if self._streamed else BatchReader(dataset, function, split, batch_size),
+            Collator(function, split, loading.collate is not None)
+            if self._streamed
+            else BatchReader(dataset, function, split, batch_size),
             loading,
             seed=datasets.mix(seed, split, dp_rank),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 import traceback
@@ -19,6 +20,7 @@ from orchestrator.config.text import first_few
 from orchestrator.job import Split
 from orchestrator.model.failed_call import failed_call
 from orchestrator.records.lock import end_with_parent
+from orchestrator.strategies.data.columns import Columns
 from orchestrator.strategies.data.datasets import unlike_sample
 from orchestrator.user_code.errors import JobError, error_text, exits_refused
 from orchestrator.user_code.own_errors import OwnError
@@ -120,6 +122,9 @@ class Collator(Dataset[Any]):
 
     The stream itself is read by the training thread; loader processes only collate.
 
+    Attributes:
+        has_own: whether ``collate`` calls a function of the job.
+
     Raises:
         DataError: on access, if collating fails.
         JobError: on access, if no attempt could make a batch of the samples.
@@ -127,6 +132,11 @@ class Collator(Dataset[Any]):
 
     collate: Collate
     split: Split
+    has_own: bool
+
+    def draws(self, samples: Slice | ReadFailure) -> bool:
+        """Return whether making the batch may draw random numbers: columns become tensors without a call of the job."""
+        return self.has_own or not (isinstance(samples, Slice) and isinstance(samples.items, Columns))
 
     def __getitem__(self, samples: Slice | ReadFailure) -> Any:
         if isinstance(samples, ReadFailure):
@@ -172,7 +182,8 @@ class _Drawing(Dataset[Any]):
 
     def __getitem__(self, seeded: tuple[int, Any]) -> Any:
         seed, element = seeded
-        with drawing(seed):
+        draws = not isinstance(self.reader, Collator) or self.reader.draws(element)
+        with drawing(seed) if draws else contextlib.nullcontext():
             return self.reader[element]
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.files.golden import Golden
+from helpers.records.runs import in_campaign
 from jobs.digits import Digits
 from jobs.gpt import GPT
 from orchestrator import Steering, export
@@ -56,7 +57,7 @@ def run_of(tmp_path: Path, job: Job, **fields: Any) -> tuple[RunDir, torch.nn.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["gpt2, tied", "llama", *in_campaign("gpt2", "tied")])
 def test_transformers_loads_the_model_with_the_same_logits(
     tmp_path: Path, variant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

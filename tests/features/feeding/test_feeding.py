@@ -259,6 +259,13 @@ class Large:
         return None
 
 
+def test_an_answer_has_the_shares_of_the_batches_that_are_there_in_the_same_chunk() -> None:
+    asked = request(0, count=4, end=2, ahead=8)
+    share, *alone = (Feed(Large).take(replace(asked, position=position)) for position in (0, 4, 8))
+    assert [values([*following.parts]) for following in share.further] == [values([*one.parts]) for one in alone]
+    assert [following.count for following in share.further] == [4, 4]
+
+
 def test_rows_that_fill_the_object_store_are_told_of_once() -> None:
     """And what is kept of them is measured."""
     small, large = Feed(Large, store_bytes=1000), Feed(Large, store_bytes=100)

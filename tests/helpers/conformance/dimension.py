@@ -2,7 +2,8 @@
 
 import random
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,11 @@ def _replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def train_in_every_preset() -> None:
+def train_in(presets: Sequence[str]) -> None:
     """Train with two workers along ``nothing``, and compare with plain torch; in the copy."""
     case = Case(job=digits(depth=4, hidden=16, lr=0.3), train=having(steps=3, global_batch_size=32, clip_norm=0.2))
-    for preset, keys in PRESETS.items():
-        _train(preset, keys, case)
+    for preset in presets:
+        _train(preset, PRESETS[preset], case)
     _train("mesh", random_product(), Case(job=TinyGPT(layers=2), train=having(steps=3, global_batch_size=8)))
     close_gangs()
 
@@ -120,4 +121,4 @@ def _train(preset: str, keys: Mapping[str, Any], case: Case) -> None:
 
 if __name__ == "__main__":
     assert orchestrator.__file__ == str(ROOT / "orchestrator" / "__init__.py")
-    train_in_every_preset()
+    train_in(sys.argv[1:])

@@ -124,7 +124,7 @@ fast| ddp                    | kill@13:1                    | in place  | 12    
     | ddp                    | raise@13:1 or exit@13:1      | in place  | 12       | equal  |                 |
     | ddp                    | segv@13:1                    | in place  | 12       | equal  |                 |
     | ddp                    | sleep@13:1 or gil@13:1       | in place  | 12       | equal  | short patience  |
-ci  | ddp                    | kill@8:0:checkpoint stop@13:1| in place  | 8 12     | equal  |                 |
+ci  | ddp    | kill@8:0:checkpoint segv@13:1 stop@20:1| in place  | 8 12 19  | close  |                 |
     | ddp                    | kill@8:1:eval                | in place  | 8        | equal  |                 |
     | ddp                    | kill@24:1:eval               | in place  | 24       | equal  |                 |
     | ddp                    | kill@24:0:checkpoint         | in place  | 24       | equal  |                 |
@@ -151,8 +151,8 @@ ci  | pipeline               | kill@11:1                    | copies    | 4/8   
     | parameter_server       | kill@13:0 or kill@13:1       | in place  | 11/12    | equal  | no checkpoint   |
     | parameter_server       | kill@13:0 or kill@13:1       | in place  | 11/12    | equal  | buffers         |
     | parameter_server       | kill@8:1:eval kill@13:0 kill@19:1| in place| 7/8 11/12 17/18| equal| no checkpoint|
-ci  | parameter_server       | kill@15:2                    | checkpoint| 0/8      | equal  | buffers         |
-    | parameter_server       | kill@15:3                    | checkpoint| 0/8      | close  |                 |
+    | parameter_server       | kill@15:2                    | checkpoint| 0/8      | equal  | buffers         |
+ci  | parameter_server       | kill@15:3                    | checkpoint| 0/8      | close  |                 |
     | parameter_server, async| kill@13:0 or kill@13:1       | in place  | 1-12     | learned| no checkpoint   |
     | parameter_server, async| kill@15:2 or kill@15:3       | checkpoint| 0/8      | learned|                 |
     | hogwild or locked_sgd  | kill@13:0 or kill@13:1       | in place  | 1-12     | learned| no checkpoint   |

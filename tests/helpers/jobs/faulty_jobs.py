@@ -87,6 +87,8 @@ class Faulty(Digits):
                 raise RuntimeError("the planted fault")
             if self.how == "segfault":
                 ctypes.string_at(0)
+            if self.how == "memory":
+                torch.empty(2**60, dtype=torch.uint8)
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
         return loss
@@ -140,15 +142,15 @@ class NoStore(Digits):
         time.sleep(1e6)
 
 
+@dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Faulty):
     """A rank runs out of memory, and as with NCCL, no process group can be destroyed before all ranks do it."""
 
+    how: str = "memory"
+
     def loss(self, output: Any, target: Any) -> Tensor:
         dist.destroy_process_group = _wait_for_ever
-        self.seen[0] += torch.is_grad_enabled()
-        if self.seen[0] == self.at_step and dist.get_rank() == self.rank:
-            torch.empty(2**60, dtype=torch.uint8)
-        return Digits.loss(self, output, target)
+        return super().loss(output, target)
 
 
 def _wait_for_ever(*_: Any) -> None:

@@ -95,14 +95,14 @@ class Scaled(nn.Module):
 def tall() -> nn.Module:
     """Half of the first matrix has the shape of the matrix of its columns."""
     return chain(
-        first=nn.Linear(10, 20),
+        first=(10, 20),
         act0=nn.Tanh(),
-        second=nn.Linear(20, 12),
+        second=(20, 12),
         scaled=Scaled(),
         act1=nn.Tanh(),
-        third=nn.Linear(12, 12),
+        third=(12, 12),
         act2=nn.Tanh(),
-        head=nn.Linear(12, 4),
+        head=(12, 4),
     )
 
 

@@ -62,8 +62,7 @@ class Normed(nn.Module):
         self.norm = nn.BatchNorm1d(32)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class ScaledAfterNorm(Normed):

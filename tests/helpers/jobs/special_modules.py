@@ -1,6 +1,7 @@
 """Modules that a tracer would change: each is the middle of a model that takes ten numbers and returns four classes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,51 +19,21 @@ class _DoubledGradient(torch.autograd.Function):
         return 2 * gradient
 
 
-class CustomFunction(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return _DoubledGradient.apply(super().forward(x))
+def linear(forward: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
+    """A linear layer with a ``forward`` of its own."""
+    kind = type("Special", (nn.Linear,), {"forward": forward})
+    return lambda: kind(16, 16)
 
 
-class StraightThrough(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        soft = super().forward(x).tanh()
-        return soft + (soft.sign() - soft).detach()
+def hooked(register: str, hook: Callable[..., Any], of: str = "") -> Callable[[], nn.Module]:
+    """A linear layer with a hook, or with one on the parameter ``of`` it."""
 
+    def make() -> nn.Module:
+        layer = nn.Linear(16, 16)
+        getattr(layer.get_parameter(of) if of else layer, register)(hook)
+        return layer
 
-def backward_hook() -> nn.Module:
-    layer = nn.Linear(16, 16)
-    layer.register_full_backward_hook(lambda module, before, after: (before[0] * 0.5,))
-    return layer
-
-
-def forward_hook() -> nn.Module:
-    layer = nn.Linear(16, 16)
-    layer.register_forward_hook(lambda module, args, out: out.tanh() * 2)
-    return layer
-
-
-def forward_pre_hook() -> nn.Module:
-    layer = nn.Linear(16, 16)
-    layer.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
-    return layer
-
-
-def tensor_hook() -> nn.Module:
-    layer = nn.Linear(16, 16)
-    layer.weight.register_hook(lambda gradient: gradient * 0.25)
-    return layer
-
-
-class Counter(nn.Linear):
-    """Counts its calls in a plain attribute, and scales by the count."""
-
-    def __init__(self) -> None:
-        super().__init__(16, 16)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
-        return super().forward(x) * (1 + 0.01 * self.calls)
+    return make
 
 
 class MovingAverage(nn.Linear):
@@ -78,11 +49,6 @@ class MovingAverage(nn.Linear):
         return super().forward(x) + 0.1 * F.linear(x, self.average)
 
 
-class BranchOnValues(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if float(x.sum()) > 0 else super().forward(-x)
-
-
 class PlainTensor(nn.Linear):
     """Uses a tensor that is neither a parameter nor a buffer."""
 
@@ -94,11 +60,10 @@ class PlainTensor(nn.Linear):
         return super().forward(x) * self.scale
 
 
-class InPlace(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        out[:, ::2] *= 0.5
-        return out.add_(1)
+def in_place(self: Any, x: Tensor) -> Tensor:
+    out = nn.Linear.forward(self, x)
+    out[:, ::2] *= 0.5
+    return out.add_(1)
 
 
 class OwnCall(nn.Linear):
@@ -109,16 +74,10 @@ class OwnCall(nn.Linear):
         return out * self.bias.sigmoid()
 
 
-class NoGrad(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            shift = super().forward(x)
-        return super().forward(x) + shift
-
-
-class Checkpointed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False).relu()
+def no_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        shift = nn.Linear.forward(self, x)
+    return nn.Linear.forward(self, x) + shift
 
 
 class Keywords(nn.Linear):
@@ -126,12 +85,10 @@ class Keywords(nn.Linear):
         return super().forward(x) * factor + (0.0 if bias is None else bias)
 
 
-class Several(nn.Linear):
-    """Returns a dict and a tuple in it."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        out = super().forward(x)
-        return {"out": out, "more": (out.tanh(), None, 3)}
+def several(self: Any, x: Tensor) -> dict[str, Any]:
+    """A dict and a tuple in it."""
+    out = nn.Linear.forward(self, x)
+    return {"out": out, "more": (out.tanh(), None, 3)}
 
 
 class Recurrent(nn.LSTM):
@@ -172,20 +129,26 @@ class Model(nn.Module):
 
 
 SPECIAL: dict[str, Callable[[], nn.Module]] = {
-    "custom function": lambda: CustomFunction(16, 16),
-    "straight-through": lambda: StraightThrough(16, 16),
-    "backward hook": backward_hook,
-    "forward hook": forward_hook,
-    "forward pre-hook": forward_pre_hook,
-    "tensor hook": tensor_hook,
+    "custom function": linear(lambda self, x: _DoubledGradient.apply(nn.Linear.forward(self, x))),
+    "straight-through": linear(
+        lambda self, x: (soft := nn.Linear.forward(self, x).tanh()) + (soft.sign() - soft).detach()
+    ),
+    "backward hook": hooked("register_full_backward_hook", lambda module, before, after: (before[0] * 0.5,)),
+    "forward hook": hooked("register_forward_hook", lambda module, args, out: out.tanh() * 2),
+    "forward pre-hook": hooked("register_forward_pre_hook", lambda module, args: (args[0] * 3,)),
+    "tensor hook": hooked("register_hook", lambda gradient: gradient * 0.25, of="weight"),
     "moving average": MovingAverage,
-    "branch on values": lambda: BranchOnValues(16, 16),
+    "branch on values": linear(lambda self, x: nn.Linear.forward(self, x if float(x.sum()) > 0 else -x)),
     "plain tensor": PlainTensor,
-    "in place": lambda: InPlace(16, 16),
-    "no_grad": lambda: NoGrad(16, 16),
-    "activation checkpointing": lambda: Checkpointed(16, 16),
+    "in place": linear(in_place),
+    "no_grad": linear(no_grad),
+    "activation checkpointing": linear(
+        lambda self, x: torch.utils.checkpoint.checkpoint(
+            partial(nn.Linear.forward, self), x, use_reentrant=False
+        ).relu()
+    ),
     "keyword arguments": lambda: Keywords(16, 16),
-    "several results": lambda: Several(16, 16),
+    "several results": linear(several),
     "recurrent": Recurrent,
     "parametrized": parametrized,
     "shared": shared,

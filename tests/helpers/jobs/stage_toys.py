@@ -38,20 +38,17 @@ class ScheduledChain(Toy):
         return StepLR(optimizer, step_size=round(steps_per_epoch / 2), gamma=0.5)
 
 
-def chain(**layers: nn.Module) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(layers))
+def chain(**layers: Any) -> nn.Sequential:
+    """Layers by name. Two numbers are the sizes of an ``nn.Linear``."""
+    return nn.Sequential(
+        OrderedDict({name: nn.Linear(*made) if isinstance(made, tuple) else made for name, made in layers.items()})
+    )
 
 
 def plain() -> nn.Module:
     """Four layers with parameters."""
     return chain(
-        first=nn.Linear(10, 24),
-        act0=nn.Tanh(),
-        second=nn.Linear(24, 24),
-        act1=nn.Tanh(),
-        third=nn.Linear(24, 24),
-        act2=nn.Tanh(),
-        head=nn.Linear(24, 4),
+        first=(10, 24), act0=nn.Tanh(), second=(24, 24), act1=nn.Tanh(), third=(24, 24), act2=nn.Tanh(), head=(24, 4)
     )
 
 
@@ -60,22 +57,13 @@ def plain() -> nn.Module:
 
 def tied_ends() -> nn.Module:
     """The embedding's table is the output layer's too."""
-    model = chain(
-        embed=nn.Embedding(20, 12),
-        first=nn.Linear(12, 12),
-        act=nn.Tanh(),
-        second=nn.Linear(12, 12),
-        head=nn.Linear(12, 20),
-    )
+    model = chain(embed=nn.Embedding(20, 12), first=(12, 12), act=nn.Tanh(), second=(12, 12), head=(12, 20))
     model.head.weight = model.embed.weight
     return model
 
 
 def tied_thrice() -> nn.Module:
-    model = chain(
-        first=nn.Linear(10, 10), act0=nn.Tanh(), second=nn.Linear(10, 10), act1=nn.Tanh(), third=nn.Linear(10, 10),
-        head=nn.Linear(10, 4),
-    )  # fmt: skip
+    model = chain(first=(10, 10), act0=nn.Tanh(), second=(10, 10), act1=nn.Tanh(), third=(10, 10), head=(10, 4))
     model.second.weight = model.third.weight = model.first.weight
     return model
 
@@ -89,14 +77,12 @@ def tied_and_frozen() -> nn.Module:
 def used_twice() -> nn.Module:
     """One object is the second and the third layer, another every activation."""
     layer, act = nn.Linear(24, 24), nn.Tanh()
-    return chain(
-        first=nn.Linear(10, 24), act0=act, second=layer, act1=act, fourth=layer, act2=act, head=nn.Linear(24, 4)
-    )
+    return chain(first=(10, 24), act0=act, second=layer, act1=act, fourth=layer, act2=act, head=(24, 4))
 
 
 def norm_used_twice() -> nn.Module:
     norm = nn.BatchNorm1d(16)
-    return chain(first=nn.Linear(10, 16), norm0=norm, second=nn.Linear(16, 16), norm1=norm, head=nn.Linear(16, 4))
+    return chain(first=(10, 16), norm0=norm, second=(16, 16), norm1=norm, head=(16, 4))
 
 
 class Table(nn.Module):
@@ -112,10 +98,7 @@ class Table(nn.Module):
 
 def table_used_twice() -> nn.Module:
     table = Table()
-    return chain(
-        first=nn.Linear(10, 24), table0=table, second=nn.Linear(24, 24), third=nn.Linear(24, 24), table1=table,
-        head=nn.Linear(24, 4),
-    )  # fmt: skip
+    return chain(first=(10, 24), table0=table, second=(24, 24), third=(24, 24), table1=table, head=(24, 4))
 
 
 def frozen_in_between() -> nn.Module:
@@ -209,14 +192,14 @@ def same_twice() -> nn.Module:
 def views() -> nn.Module:
     """Layers end with views, one of which is not contiguous; gradients that are spread come back."""
     return chain(
-        first=nn.Linear(10, 24),
+        first=(10, 24),
         shape=nn.Unflatten(1, (4, 6)),
         turned=Turned(),
-        second=nn.Linear(4, 4),
+        second=(4, 4),
         flat=nn.Flatten(),
-        third=nn.Linear(24, 24),
+        third=(24, 24),
         mean=Mean(),
-        head=nn.Linear(6, 4),
+        head=(6, 4),
     )
 
 
@@ -247,9 +230,7 @@ class Beside(nn.Module):
 
 
 def beside() -> nn.Module:
-    return chain(
-        first=nn.Linear(10, 24), beside=Beside(), second=With(24, 24, lambda x, got: x + got[1]), head=nn.Linear(24, 4)
-    )
+    return chain(first=(10, 24), beside=Beside(), second=With(24, 24, lambda x, got: x + got[1]), head=(24, 4))
 
 
 def text_between() -> nn.Module:
@@ -289,9 +270,7 @@ class Opened(nn.Module):
 
 
 def opened() -> nn.Module:
-    return chain(
-        first=Opened(), act=nn.Tanh(), second=nn.Linear(24, 24), third=nn.Linear(24, 24), head=nn.Linear(24, 4)
-    )
+    return chain(first=Opened(), act=nn.Tanh(), second=(24, 24), third=(24, 24), head=(24, 4))
 
 
 class Lengths(Tokens):
@@ -360,13 +339,7 @@ class Marked(Toy):
 
 def sparse_ends() -> nn.Module:
     """The embedding's gradient is sparse."""
-    return chain(
-        embed=nn.Embedding(20, 12, sparse=True),
-        first=nn.Linear(12, 12),
-        act=nn.Tanh(),
-        second=nn.Linear(12, 12),
-        head=nn.Linear(12, 20),
-    )
+    return chain(embed=nn.Embedding(20, 12, sparse=True), first=(12, 12), act=nn.Tanh(), second=(12, 12), head=(12, 20))
 
 
 def sparse_and_tied() -> nn.Module:
@@ -381,13 +354,13 @@ def sparse_and_tied() -> nn.Module:
 
 def normed() -> nn.Module:
     return chain(
-        first=nn.Linear(10, 16),
+        first=(10, 16),
         norm0=nn.BatchNorm1d(16),
         act=nn.ReLU(),
-        second=nn.Linear(16, 16),
+        second=(16, 16),
         norm1=nn.BatchNorm1d(16, momentum=None),
-        third=nn.Linear(16, 16),
-        head=nn.Linear(16, 4),
+        third=(16, 16),
+        head=(16, 4),
     )
 
 
@@ -408,13 +381,10 @@ class Averaging(nn.Module):
 
 
 def averaging() -> nn.Module:
-    return chain(
-        first=nn.Linear(10, 16), one=Averaging(), second=nn.Linear(16, 16), two=Averaging(), head=nn.Linear(16, 4)
-    )
+    return chain(first=(10, 16), one=Averaging(), second=(16, 16), two=Averaging(), head=(16, 4))
 
 
 def dropped() -> nn.Module:
     return chain(
-        first=nn.Linear(10, 32), drop0=nn.Dropout(0.3), second=nn.Linear(32, 32), drop1=nn.Dropout(0.3),
-        third=nn.Linear(32, 32), head=nn.Linear(32, 4),
-    )  # fmt: skip
+        first=(10, 32), drop0=nn.Dropout(0.3), second=(32, 32), drop1=nn.Dropout(0.3), third=(32, 32), head=(32, 4)
+    )

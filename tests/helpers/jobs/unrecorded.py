@@ -56,8 +56,7 @@ class Reaching(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.own(x) + self.layer()(x)
-        return found
+        return self.own(x) + self.layer()(x)
 
 
 class HandCut(Toy):

@@ -50,74 +50,72 @@ def part(of: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
     return register
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def parts(of: str, base: type[nn.Module], method: str, **functions: Callable[..., Tensor]) -> None:
+    """Register parts that have another ``method`` than the base, by name."""
+    for name, function in functions.items():
+        part(of)(type(name, (base,), {method: function}))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
 
 
 # Attention.
 
 
-@part("attention")
-class shared_keys(Attention):
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.k, self.v = (nn.Linear(WIDTH, WIDTH // HEADS) for _ in range(2))
+class Mixing(Attention):
+    """``mix`` mixes the values of each head."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return causal(q, k, v, enable_gqa=True)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.o(self.mix(q, k, v, x).transpose(1, 2).flatten(2))
 
 
-class Grouped(Attention):
+@part("attention")
+class shared_keys(Mixing):
+    kv_heads = 1
+
     def __init__(self, number: int):
         super().__init__(number)
-        self.k, self.v = (nn.Linear(WIDTH, WIDTH // 2) for _ in range(2))
-
-    def several(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = (self.several(self.split(layer(x))) for layer in (self.k, self.v))
-        out: Tensor = self.o(causal(self.split(self.q(x)), k, v).transpose(1, 2).flatten(2))
-        return out
+        self.k, self.v = (nn.Linear(WIDTH, self.kv_heads * WIDTH // HEADS) for _ in range(2))
 
 
-part("attention")(type("grouped_keys", (Grouped,), {}))
+class Grouped(shared_keys):
+    kv_heads = HEADS // 2
 
 
-@part("attention")
-class tiled_keys(Grouped):
-    def several(self, x: Tensor) -> Tensor:
-        return x.repeat(1, 2, 1, 1)
+parts(
+    "attention",
+    Grouped,
+    "mix",
+    grouped_keys=lambda self, q, k, v, x: causal(q, *(t.repeat_interleave(2, 1) for t in (k, v))),
+    tiled_keys=lambda self, q, k, v, x: causal(q, *(t.repeat(1, 2, 1, 1) for t in (k, v))),
+)
 
 
 @part("attention")
-class heads_that_talk(Attention):
+class heads_that_talk(Mixing):
     def __init__(self, number: int):
         super().__init__(number)
         self.talk = nn.Linear(HEADS, HEADS, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
         scores = self.talk((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        out: Tensor = self.o((scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return out
+        return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
 @part("attention")
-class gated_heads(Attention):
+class gated_heads(Mixing):
     def __init__(self, number: int):
         super().__init__(number)
         self.gate = nn.Linear(WIDTH, HEADS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
-        mixed = causal(q, k, v) * self.gate(x).sigmoid().transpose(1, 2)[..., None]
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return causal(q, k, v) * self.gate(x).sigmoid().transpose(1, 2)[..., None]
 
 
 @part("attention")
@@ -135,8 +133,7 @@ class one_projection_by_heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
-        out: Tensor = self.o(causal(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.o(causal(q, k, v).transpose(1, 2).flatten(2))
 
 
 class TwoHeads(nn.Module):
@@ -151,8 +148,7 @@ class TwoHeads(nn.Module):
         size = WIDTH // 2
         q, k, v = (layer(x).unflatten(-1, (self.heads, size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=biases)
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.o(mixed.transpose(1, 2).flatten(2))
 
 
 class AddsToResidual(Mlp):
@@ -167,8 +163,7 @@ class GivenBiases(Block):
 
     def forward(self, x: Tensor, biases: Tensor) -> Tensor:  # type: ignore[override]
         x = x + self.attention(self.norm1(x), biases)
-        out: Tensor = self.mlp(self.norm2(x), x)
-        return out
+        return self.mlp(self.norm2(x), x)
 
 
 @change
@@ -199,35 +194,24 @@ class gate_beside_each_feature(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        out: Tensor = self.down(h[..., ::2] * h[..., 1::2].sigmoid())
-        return out
+        return self.down(h[..., ::2] * h[..., 1::2].sigmoid())
 
 
 @part("mlp")
 class gate_in_reverse(gate_beside_each_feature):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.up(x).chunk(2, -1)
-        out: Tensor = self.down(first * second.flip(-1).sigmoid())
-        return out
+        return self.down(first * second.flip(-1).sigmoid())
 
 
-@part("mlp")
-class weight_used_twice(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.gelu(self.up(x)), self.up.weight.T)
-
-
-@part("mlp")
-class layers_called_twice(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + super().forward(x.flip(-1))
-
-
-@part("mlp")
-class sorted_features(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)).sort(-1).values)
-        return out
+parts(
+    "mlp",
+    Mlp,
+    "forward",
+    weight_used_twice=lambda self, x: F.linear(F.gelu(self.up(x)), self.up.weight.T),
+    layers_called_twice=lambda self, x: Mlp.forward(self, x) + Mlp.forward(self, x.flip(-1)),
+    sorted_features=lambda self, x: self.down(F.gelu(self.up(x)).sort(-1).values),
+)
 
 
 @part("mlp")
@@ -237,8 +221,7 @@ class largest_of_two_halves(Mlp):
         self.down = nn.Linear(HIDDEN // 2, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x).unflatten(-1, (2, -1)).amax(-2))
-        return out
+        return self.down(self.up(x).unflatten(-1, (2, -1)).amax(-2))
 
 
 @part("mlp")
@@ -249,8 +232,7 @@ class batch_norm_of_features(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        out: Tensor = self.down(self.norm(h.flatten(0, 1)).view_as(h).relu())
-        return out
+        return self.down(self.norm(h.flatten(0, 1)).view_as(h).relu())
 
 
 @part("mlp")
@@ -348,36 +330,38 @@ for at in ("hidden", "output", "logits"):
     CHANGES[f"tensor hook, {at}"] = _trick(at, _hooked)
 
 
-@change
-def backward_hook_that_norms(model: Language) -> None:
-    for block in model.blocks:
-        block.mlp.act.register_full_backward_hook(lambda module, given, of: (given[0] / (given[0].norm() + 1e-9),))
+def each(**changes: Callable[[Any], Any]) -> None:
+    """Register what changes each block, by name."""
+    for name, run in changes.items():
+        CHANGES[name.replace("_", " ")] = lambda model, run=run: [run(block) for block in model.blocks]  # type: ignore[misc]
 
 
-@change
-def hook_of_a_weight_that_centres(model: Language) -> None:
-    for block in model.blocks:
-        block.mlp.up.weight.register_hook(lambda gradient: gradient - gradient.mean())
+def centre(module: Any, args: Any) -> None:
+    with torch.no_grad():
+        module.weight.sub_(module.weight.mean(1, keepdim=True))
 
 
-@change
-def weights_centred_before_calls(model: Language) -> None:
-    def centre(module: Any, args: Any) -> None:
-        with torch.no_grad():
-            module.weight.sub_(module.weight.mean(1, keepdim=True))
-
-    for block in model.blocks:
-        block.mlp.down.register_forward_pre_hook(centre)
+def recomputed_mlp(block: Any) -> None:
+    forward = block.mlp.forward
+    block.mlp.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
 
 
-@change
-def recomputed_mlp(model: Language) -> None:
-    for block in model.blocks:
-        forward = block.mlp.forward
-        block.mlp.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+def frozen_queries_and_rows(block: Any) -> None:
+    block.attention.q.requires_grad_(False)
+    block.mlp.down.weight.requires_grad_(False)
 
 
-# Layers that are shared, frozen or read.
+each(
+    backward_hook_that_norms=lambda block: block.mlp.act.register_full_backward_hook(
+        lambda module, given, of: (given[0] / (given[0].norm() + 1e-9),)
+    ),
+    hook_of_a_weight_that_centres=lambda block: block.mlp.up.weight.register_hook(lambda g: g - g.mean()),
+    weights_centred_before_calls=lambda block: block.mlp.down.register_forward_pre_hook(centre),
+    recomputed_mlp=recomputed_mlp,
+    frozen_queries_and_rows=frozen_queries_and_rows,
+)
+
+# Layers that are shared or read.
 
 
 @change
@@ -390,13 +374,6 @@ def one_mlp_for_all_blocks(model: Language) -> None:
 def one_norm_for_all_blocks(model: Language) -> None:
     for block in model.blocks:
         block.norm1 = model.blocks[0].norm1
-
-
-@change
-def frozen_queries_and_rows(model: Language) -> None:
-    for block in model.blocks:
-        block.attention.q.requires_grad_(False)
-        block.mlp.down.weight.requires_grad_(False)
 
 
 @change
@@ -474,8 +451,7 @@ def logits_of_an_early_block_too(model: Language) -> None:
         early = model.early(x)
         for block in model.blocks[1:]:
             x = block(x)
-        out: Tensor = model.head(model.norm(x)) + early
-        return out
+        return model.head(model.norm(x)) + early
 
     model.forward = forward  # type: ignore[method-assign]
 

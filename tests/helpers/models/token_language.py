@@ -34,8 +34,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
-        out: Tensor = self.out(merged(self.mix(q, k, v, mask)))
-        return out
+        return self.out(merged(self.mix(q, k, v, mask)))
 
 
 class Mlp(nn.Module):
@@ -48,8 +47,7 @@ class Mlp(nn.Module):
         return F.gelu(self.up(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.hidden(x))
-        return out
+        return self.down(self.hidden(x))
 
 
 class Block(nn.Module):
@@ -64,8 +62,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.mixer(self.norm1(x), mask)
-        out: Tensor = x + self.ffn(self.norm2(x))
-        return out
+        return x + self.ffn(self.norm2(x))
 
 
 class Language(nn.Module):
@@ -81,8 +78,7 @@ class Language(nn.Module):
         return torch.ones(words.shape[1], words.shape[1], dtype=torch.bool).tril()
 
     def embedded(self, words: Tensor) -> Tensor:
-        out: Tensor = self.token(words) + self.place(torch.arange(words.shape[1]))
-        return out
+        return self.token(words) + self.place(torch.arange(words.shape[1]))
 
     def between(self, x: Tensor, number: int) -> Tensor:
         return x
@@ -124,26 +120,32 @@ class Trick:
 TRICKS: dict[str, Trick] = {"none": Trick(where="block", expected="right")}
 
 
+BASES: dict[str, Any] = {"attention": Attention, "mlp": Mlp, "block": Block}
+
+
 def trick(where: Where, expected: Expected, only: Iterable[int] | None = None) -> Callable[[Any], Any]:
-    """Register a class or a function under its name; ``only``: of these blocks."""
+    """Register a class under its name; ``only``: of these blocks."""
 
     def register(member: Any) -> Any:
         name = member.__name__.strip("_").replace("_", " ")
-        if where in ("attention", "mlp", "block"):
-            base = {"attention": Attention, "mlp": Mlp, "block": Block}[where]
+        if where in BASES:
             chosen = range(4) if only is None else only
 
             def make(number: int) -> nn.Module:
-                made: nn.Module = (member if number in chosen else base)(number)
-                return made
+                return (member if number in chosen else BASES[where])(number)
 
             kind = make if where == "block" else type("Block", (Block,), {where: staticmethod(make)})
             model: Any = type("Language", (Language,), {"block": staticmethod(kind)})
             TRICKS[name] = Trick(where=where, expected=expected, model=model)
-        elif where == "loss":
-            TRICKS[name] = Trick(where=where, expected=expected, loss=member)
         else:
             TRICKS[name] = Trick(where=where, expected=expected, model=member)
         return member
 
     return register
+
+
+def rows(at: str, expected: Expected = "right", only: Any = None, **functions: Callable[..., Any]) -> None:
+    """Register tricks by name that have another method than the base ``at``, as in ``mlp.hidden``."""
+    where, _, method = at.partition(".")
+    for name, function in functions.items():
+        trick(where, expected, only)(type(name, (BASES.get(where, Language),), {method: function}))  # type: ignore[arg-type]

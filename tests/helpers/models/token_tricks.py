@@ -1,36 +1,26 @@
 """Small language models with one trick each, by which tokens of a sample depend on each other or on their number.
 
 :data:`TRICKS` has for each what it changes in the base model, where, and whether a division of samples by tokens trains
-the same model or is refused. Those inside of blocks are here.
+the same model or is refused. Those that need no more than a function in a block are here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from helpers.jobs.toys import Rows
 from helpers.models import token_tricks_outside, token_tricks_rarer
 from helpers.models.tasks import Reversible
-from helpers.models.token_language import (
-    HEADS,
-    TOKENS,
-    TRICKS,
-    WIDTH,
-    WORDS,
-    Attention,
-    Block,
-    Language,
-    Mlp,
-    Trick,
-    trick,
-)
+from helpers.models.token_language import TOKENS, TRICKS, WORDS, Attention, Block, Language, Mlp, Trick, rows, trick
 from orchestrator.job import Split
 
 __all__ = ["TRICKS", "Tricky", "token_tricks_outside", "token_tricks_rarer"]
@@ -71,212 +61,85 @@ class Tricky(Reversible):
 
 # In attention.
 
-
-@trick("attention", "right")
-class written_out(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+attend = F.scaled_dot_product_attention
 
 
-@trick("attention", "right")
-class windows(Attention):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        parts = x.unflatten(1, (-1, 16)).flatten(0, 1)
-        return super().forward(parts, mask[:16, :16]).unflatten(0, (len(x), -1)).flatten(1, 2)
+def later(x: Tensor) -> Tensor:
+    """What was one token before."""
+    return F.pad(x, (0, 0, 1, -1))
 
 
-@trick("attention", "right", only=[2])
-class windows_of_one_block(windows):
-    pass
+def partly_later(x: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * later(x)
 
 
-@trick("attention", "right")
-class chunked_keys(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return torch.cat(
-            [F.scaled_dot_product_attention(p, k, v, m) for p, m in zip(q.split(12, -2), mask.split(12), strict=True)],
-            -2,
-        )
+def windows(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    parts = x.unflatten(1, (-1, 16)).flatten(0, 1)
+    return Attention.forward(self, parts, mask[:16, :16]).unflatten(0, (len(x), -1)).flatten(1, 2)
 
 
-@trick("attention", "right")
-class counted_positions(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        turned = torch.arange(q.shape[-2])[:, None] / 10
-        return F.scaled_dot_product_attention(q * turned.cos(), k * turned.cos(), v, mask)
+def after_its_first_call(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    out = attend(q, k, v, mask)
+    return out if self.calls < 2 else out - 0.5 * out.mean(-2, keepdim=True)
 
 
-@trick("attention", "right")
-class linear_attention(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        sums = (F.elu(k)[..., None] * v[..., None, :]).cumsum(2)
-        return torch.einsum("bhtd,bhtde->bhte", F.elu(q), sums) / 10
+def with_slopes(q: Tensor, mask: Tensor) -> Tensor:
+    places = torch.arange(q.shape[-2])
+    biases = -(places[:, None] - places).abs().to(q.dtype) * torch.tensor([0.5, 0.1])[:, None, None]
+    return biases.masked_fill(~mask, -torch.inf)
 
 
-@trick("attention", "right")
-class shifted_keys(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, F.pad(k, (0, 0, 1, -1)), v, mask)
+def turned(x: Tensor) -> Tensor:
+    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / x.shape[-2]
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
-@trick("attention", "right")
-class logarithm_of_length(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q * math.log(q.shape[-2]), k, v, mask)
-
-
-@trick("attention", "right")
-class causal_by_flag(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-@trick("attention", "right")
-class first_token_is_a_sink(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask) + v[:, :, :1]
-
-
-@trick("attention", "right")
-class normed_over_tokens(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, F.normalize(k, dim=-2) * 4, v, mask)
-
-
-@trick("attention", "right")
-class threshold_of_all_tokens(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, mask)
-        return out / out.abs().amax((-1, -2), keepdim=True).clamp(min=2)
-
-
-@trick("attention", "right")
-class torchs_own(nn.Module):
-    def __init__(self, number: int):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out: Tensor = self.inner(x, x, x, attn_mask=~mask, need_weights=False)[0]
-        return out
-
-
-@trick("attention", "right")
-class torchs_own_with_weights(torchs_own):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out, weights = self.inner(x, x, x, attn_mask=~mask)
-        result: Tensor = out * weights.amax(-1, keepdim=True)
-        return result
-
-
-@trick("attention", "right")
-class other_in_evaluations(Attention):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        out = super().mix(q, k, v, mask)
-        return out if self.training else out - out.mean(-2, keepdim=True)
-
-
-@trick("attention", "right", only=[1])
-class after_its_first_call(Attention):
-    calls = 0
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        self.calls += 1
-        out = super().mix(q, k, v, mask)
-        return out if self.calls < 2 else out - 0.5 * out.mean(-2, keepdim=True)
-
+rows("attention.forward", windows=windows)
+rows("attention.forward", only=[2], windows_of_one_block=windows)
+rows("attention.mix", only=[1], after_its_first_call=after_its_first_call)
+rows(
+    "attention.mix",
+    written_out=lambda self, q, k, v, mask: (
+        (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+    ),
+    chunked_keys=lambda self, q, k, v, mask: torch.cat(
+        [attend(p, k, v, m) for p, m in zip(q.split(12, -2), mask.split(12), strict=True)], -2
+    ),
+    counted_positions=lambda self, q, k, v, mask: attend(
+        *(t * (torch.arange(q.shape[-2])[:, None] / 10).cos() for t in (q, k)), v, mask
+    ),
+    linear_attention=lambda self, q, k, v, mask: (
+        torch.einsum("bhtd,bhtde->bhte", F.elu(q), (F.elu(k)[..., None] * v[..., None, :]).cumsum(2)) / 10
+    ),
+    shifted_keys=lambda self, q, k, v, mask: attend(q, later(k), v, mask),
+    logarithm_of_length=lambda self, q, k, v, mask: attend(q * math.log(q.shape[-2]), k, v, mask),
+    causal_by_flag=lambda self, q, k, v, mask: attend(q, k, v, is_causal=True),
+    first_token_is_a_sink=lambda self, q, k, v, mask: attend(q, k, v, mask) + v[:, :, :1],
+    normed_over_tokens=lambda self, q, k, v, mask: attend(q, F.normalize(k, dim=-2) * 4, v, mask),
+    threshold_of_all_tokens=lambda self, q, k, v, mask: (
+        (out := attend(q, k, v, mask)) / out.abs().amax((-1, -2), keepdim=True).clamp(min=2)
+    ),
+    other_in_evaluations=lambda self, q, k, v, mask: (
+        attend(q, k, v, mask) if self.training else (out := attend(q, k, v, mask)) - out.mean(-2, keepdim=True)
+    ),
+    over_channels=lambda self, q, k, v, mask: attend(q.mT, k.mT, v.mT).mT,
+    rotary_by_length=lambda self, q, k, v, mask: attend(turned(q), turned(k), v, mask),
+    slopes_of_distances=lambda self, q, k, v, mask: attend(q, k, v, with_slopes(q, mask)),
+    near_tokens_if_long=lambda self, q, k, v, mask: attend(q, k, v, mask & mask.triu(-6) if q.shape[-2] > 30 else mask),
+    queries_of_every_fourth=lambda self, q, k, v, mask: attend(q[..., ::4, :], k, v, mask[::4]).repeat_interleave(
+        4, -2
+    ),
+    pooled_keys=lambda self, q, k, v, mask: attend(q, *(t.unflatten(-2, (-1, 4)).mean(-2) for t in (k, v))),
+)
+rows(
+    "attention.forward",
+    expected="refused",
+    recomputed_attention=lambda self, *given: checkpoint(partial(Attention.forward, self), *given, use_reentrant=False),
+)
 
 # In the rest of blocks.
-
-
-@trick("mlp", "right", only=[1, 2])
-class token_shift(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        return super().hidden(0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)))
-
-
-@trick("mlp", "right", only=[2])
-class depthwise_convolution(Mlp):
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.inner = nn.Conv1d(2 * WIDTH, 2 * WIDTH, 3, padding=2, groups=2 * WIDTH)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        out: Tensor = self.inner(h.mT)[..., : x.shape[1]].mT
-        return out
-
-
-@trick("mlp", "right")
-class sums_of_tokens(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        return super().hidden(x.cumsum(1) / 8)
-
-
-@trick("mlp", "right", only=[3])
-class squeeze_and_excite(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        return h * h.mean(1, keepdim=True).sigmoid()
-
-
-@trick("mlp", "right")
-class odd_blocks_are_normed_over_tokens(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        return 8 * h.softmax(1) if self.number % 2 else h
-
-
-@trick("mlp", "right")
-class experts_of_limited_capacity(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        chosen = h[..., 0].topk(x.shape[1] // 3, dim=1).indices
-        return h * torch.zeros(h.shape[:2], dtype=h.dtype).scatter(1, chosen, 1.0)[..., None]
-
-
-@trick("mlp", "right")
-class batch_norm(Mlp):
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.inner = nn.BatchNorm1d(2 * WIDTH)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(super().hidden(x).mT).mT
-        return out
-
-
-@trick("mlp", "right")
-class counts_in_a_buffer(Mlp):
-    load: Tensor
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.register_buffer("load", torch.zeros(()))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        if self.training:
-            self.load += (h.detach() > 0).sum()
-        return h * (1 + torch.tanh(self.load / 1e4))
-
-
-@trick("mlp", "right", only=[1])
-class mean_kept_as_a_number(Mlp):
-    seen = 0.0
-
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x) * (1 + self.seen)
-        if self.training:
-            self.seen = float(h.detach().abs().mean())
-        return h
-
-
-@trick("mlp", "right")
-class dropout_of_nothing(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        return F.dropout(super().hidden(x), 0.0, self.training)
 
 
 class _Balance(torch.autograd.Function):
@@ -289,50 +152,111 @@ class _Balance(torch.autograd.Function):
         return gradient, torch.ones((), dtype=gradient.dtype)
 
 
-@trick("mlp", "refused")
-class loss_in_the_backward_pass(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        out: Tensor = _Balance.apply(h, 0.1 * h.softmax(-1).mean((0, 1)).square().sum())
-        return out
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normed: bool) -> Tensor:
+        ctx.normed = normed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient / (100 * gradient.norm() + 1e-9) if ctx.normed else gradient / 2), None
 
 
-@trick("block", "right", only=[1])
-class shifted_in_the_block(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(0.7 * x + 0.3 * F.pad(x, (0, 0, 1, -1)), mask)
+def mean_kept_as_a_number(self: Any, h: Tensor) -> Tensor:
+    h = h * (1 + getattr(self, "seen", 0.0))
+    if self.training:
+        self.seen = float(h.detach().abs().mean())
+    return h
 
 
-@trick("block", "refused", only=[1, 2])
-class mean_added_in_the_block(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x + x.mean(1, keepdim=True), mask)
+def experts_of_limited_capacity(self: Any, h: Tensor) -> Tensor:
+    chosen = h[..., 0].topk(h.shape[1] // 3, dim=1).indices
+    return h * torch.zeros(h.shape[:2], dtype=h.dtype).scatter(1, chosen, 1.0)[..., None]
 
 
-@trick("block", "right", only=[1, 2])
-class every_second_token(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        odd = torch.arange(x.shape[1])[:, None] % 2
-        return super().forward(x * (1 + odd), mask)
+def sorted_tokens(self: Any, h: Tensor) -> Tensor:
+    order = h.norm(dim=-1).argsort(1)[..., None].expand_as(h)
+    return h.gather(1, order).cumsum(1).gather(1, order.argsort(1)) / 9
 
 
-@trick("block", "right", only=[1])
-class reversed_tokens(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x.flip(1), mask.flip(1)).flip(1)
+def rounded_by_the_largest(self: Any, h: Tensor) -> Tensor:
+    step = h.detach().abs().amax() / 7
+    return h + ((h / step).round() * step - h).detach()
 
 
-@trick("block", "refused", only=[1, 2])
-class shifted_in_two_blocks(shifted_in_the_block):
-    pass
+def of_hidden(run: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A function of what an MLP computes inside."""
+    return lambda self, x: run(self, Mlp.hidden(self, x))
 
 
-@trick("block", "right", only=[1, 2])
-class only_the_last_half(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out = super().forward(x, mask)
-        half = x.shape[1] // 2
-        return torch.cat([x[:, :half], out[:, half:]], 1)
+rows(
+    "mlp.hidden",
+    odd_blocks_are_normed_over_tokens=of_hidden(lambda self, h: 8 * h.softmax(1) if self.number % 2 else h),
+    experts_of_limited_capacity=of_hidden(experts_of_limited_capacity),
+    dropout_of_nothing=of_hidden(lambda self, h: F.dropout(h, 0.0, self.training)),
+    first_token_alone=of_hidden(lambda self, h: torch.cat([2 * h[:, :1], h[:, 1:]], 1)),
+    by_number_of_tokens=of_hidden(lambda self, h: h * 10 / h.shape[1]),
+    sorted_tokens=of_hidden(sorted_tokens),
+    pooled_tokens=of_hidden(lambda self, h: F.avg_pool1d(h.mT, 3, 1, 1).mT),
+    rounded_by_the_largest=of_hidden(rounded_by_the_largest),
+    gradient_halved=of_hidden(lambda self, h: _Changed.apply(h, False)),
+    sums_of_tokens=lambda self, x: Mlp.hidden(self, x.cumsum(1) / 8),
+)
+rows("mlp.hidden", only=[1, 2], token_shift=lambda self, x: Mlp.hidden(self, partly_later(x)))
+rows("mlp.hidden", only=[3], squeeze_and_excite=of_hidden(lambda self, h: h * h.mean(1, keepdim=True).sigmoid()))
+rows("mlp.hidden", only=[1], mean_kept_as_a_number=of_hidden(mean_kept_as_a_number))
+rows(
+    "mlp.hidden",
+    expected="refused",
+    loss_in_the_backward_pass=of_hidden(
+        lambda self, h: _Balance.apply(h, 0.1 * h.softmax(-1).mean((0, 1)).square().sum())
+    ),
+    gradient_normed=of_hidden(lambda self, h: _Changed.apply(h, True)),
+)
+rows(
+    "mlp.forward",
+    computed_in_chunks=lambda self, x: torch.cat([Mlp.forward(self, part) for part in x.split(5, 1)], 1),
+    recomputed=lambda self, x: checkpoint(partial(Mlp.forward, self), x, use_reentrant=False),
+)
+
+
+def only_the_last_half(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out, half = Block.forward(self, x, mask), x.shape[1] // 2
+    return torch.cat([x[:, :half], out[:, half:]], 1)
+
+
+def large_values_see_each_other(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    out = Block.forward(self, x, mask)
+    return out - out.mean(1, keepdim=True) if out.abs().amax() > 40 else out
+
+
+shifted: Callable[..., Any] = lambda self, x, mask: Block.forward(self, partly_later(x), mask)  # noqa: E731
+rows("block.forward", only=[1], shifted_in_the_block=shifted)
+rows(
+    "block.forward",
+    only=[1],
+    reversed_tokens=lambda self, x, mask: Block.forward(self, x.flip(1), mask.flip(1)).flip(1),
+)
+rows(
+    "block.forward",
+    only=[1, 2],
+    every_second_token=lambda self, x, mask: Block.forward(self, x * (1 + torch.arange(x.shape[1])[:, None] % 2), mask),
+    only_the_last_half=only_the_last_half,
+)
+rows(
+    "block.forward",
+    expected="refused",
+    only=[1, 2],
+    mean_added_in_the_block=lambda self, x, mask: Block.forward(self, x + x.mean(1, keepdim=True), mask),
+    shifted_in_two_blocks=shifted,
+)
+rows(
+    "block.forward",
+    expected="refused",
+    large_values_see_each_other=large_values_see_each_other,
+    skipped_by_value=lambda self, x, mask: Block.forward(self, x, mask) if bool(x.mean() > 0) else 1.1 * x,
+)
 
 
 @trick("block", "right")
@@ -355,10 +279,3 @@ TRICKS["blocks that return dicts"] = Trick(
         },
     ),
 )
-
-
-@trick("block", "refused")
-class large_values_see_each_other(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out = super().forward(x, mask)
-        return out - out.mean(1, keepdim=True) if out.abs().amax() > 40 else out

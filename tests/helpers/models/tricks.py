@@ -34,8 +34,7 @@ class Attention(nn.Module):
         q, k, v = self.split(self.at_queries(self.q(x))), self.split(self.k(x)), self.split(self.v(x))
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         scores = (q @ k.transpose(-1, -2)).masked_fill(later, float("-inf"))  # which can be differentiated twice
-        out: Tensor = self.o(self.at_heads((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
-        return out
+        return self.o(self.at_heads((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
 
 
 class Mlp(nn.Module):
@@ -46,8 +45,7 @@ class Mlp(nn.Module):
         self.at_hidden = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.at_hidden(self.act(self.up(x))))
-        return out
+        return self.down(self.at_hidden(self.act(self.up(x))))
 
 
 class Block(nn.Module):
@@ -61,8 +59,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.at_input(x)
         x = x + self.attention(self.norm1(x))
-        out: Tensor = self.at_output(x + self.mlp(self.norm2(x)))
-        return out
+        return self.at_output(x + self.mlp(self.norm2(x)))
 
 
 class Language(nn.Module):
@@ -384,8 +381,7 @@ def _classes(model: Language, kind: type[nn.Module]) -> None:
 class TupleMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         hidden, bias = self.up(x)
-        out: Tensor = self.down(self.act(hidden + bias))
-        return out
+        return self.down(self.act(hidden + bias))
 
 
 def _tuples(model: Language) -> None:
@@ -396,8 +392,7 @@ def _tuples(model: Language) -> None:
 class RowTupleMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         out, bias = self.down(self.act(self.up(x)))
-        result: Tensor = out + bias
-        return result
+        return out + bias
 
 
 def _row_tuples(model: Language) -> None:
@@ -412,8 +407,7 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        out: Tensor = self.inner(x, x, x, attn_mask=mask, need_weights=False)[0]
-        return out
+        return self.inner(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
 class PerHead(Attention):
@@ -433,8 +427,7 @@ class PerHead(Attention):
         scores = scores.masked_fill(apart < 0, float("-inf"))
         sinks = self.sinks[:, None, None].expand(len(x), -1, x.shape[1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        out: Tensor = self.o((weights @ v).transpose(1, 2).flatten(2))
-        return out
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
 def _attention(model: Language, kind: Callable[[int], nn.Module]) -> None:

@@ -174,7 +174,6 @@ def trained_plainly_twice(rank: int, name: str, adamw: bool) -> Plain:
     """Train in a plain loop, evaluate in batches of the same size, and train once more with each batch in reverse."""
     job = job_of(name, adamw=adamw)
     seen, again = (trained_plainly(Case(job=one, train=TRAIN)) for one in (job, replace(job, backwards=True)))
-    assert seen.model is not None
     model = seen.model.eval()
     sums: Counter[str] = Counter()
     samples, size = list(job.dataset("val").items), TRAIN.global_batch_size

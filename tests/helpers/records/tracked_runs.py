@@ -128,7 +128,6 @@ def run_of(uri: str, run_dir: RunDir) -> Run:
     """The run of MLflow, which there must be exactly once."""
     client = client_of(uri)
     experiment = client.get_experiment_by_name("tests")
-    assert experiment is not None
     uid = run_dir.read_record()["uid"]
     (found,) = client.search_runs([experiment.experiment_id], f"tags.`orchestrator.run_uid` = '{uid}'")
     return found

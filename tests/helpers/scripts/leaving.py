@@ -22,7 +22,6 @@ child = subprocess.Popen(
     stdout=subprocess.PIPE,
     text=True,
 )
-assert child.stdout is not None
 pid = child.stdout.readline().strip()
 if end == "exits at SIGTERM":
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

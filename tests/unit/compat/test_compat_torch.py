@@ -64,15 +64,8 @@ def test_every_name_exists() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "TreeSpec",
-        "keystr",
-        "tree_flatten",
-        "tree_leaves",
-        "tree_leaves_with_path",
-        "tree_map",
-        "tree_map_only",
-        "tree_structure",
-        "tree_unflatten",
+        *("TreeSpec", "keystr", "tree_flatten", "tree_leaves", "tree_leaves_with_path", "tree_map", "tree_map_only"),
+        *("tree_structure", "tree_unflatten"),
     ],
 )
 def test_pytree_has(name: str) -> None:

@@ -121,25 +121,8 @@ def test_values_become_the_type_of_their_field(name: str, given: Any, expected: 
 
 TEXTS = [
     *("1.10", "1_1_1", "1e5", "1e", "+5", "-0", "0x10", "0o7", "1:30", "007", "1.0", ".5", "1.", "1.2.3", "2026-01-02"),
-    *(
-        "yes",
-        "on",
-        "off",
-        "true",
-        "True",
-        "FALSE",
-        "nan",
-        "inf",
-        "~",
-        "~/x",
-        "é",
-        "it's",
-        "5%",
-        "a=b",
-        "a:b",
-        "#x",
-        "a;b",
-    ),
+    *("yes", "on", "off", "true", "True", "FALSE", "nan", "inf", "~", "~/x", "é", "it's", "5%", "a=b", "a:b"),
+    *("#x", "a;b"),
     *("!x", "<a>", "^", "a(b)", "\\d", "C:\\x", "a\\", " a ", " 1.10", "  "),
 ]
 

@@ -278,15 +278,9 @@ WITH_PLACES = {
 @pytest.mark.parametrize(
     "words",
     [
-        "job=wrong +width=wrong",
-        "experiment=wrong",
-        "experiment=wrong train.log_every=-2 train.epocs=1",
-        "-m experiment=sweep",
-        "experiment=nothing",
-        "experiment=choice",
-        "experiment=open",
-        "--config-name=primary",
-        "--config-dir=conf experiment=[mine,wrong]",
+        *("job=wrong +width=wrong", "experiment=wrong", "experiment=wrong train.log_every=-2 train.epocs=1"),
+        *("-m experiment=sweep", "experiment=nothing", "experiment=choice", "experiment=open"),
+        *("--config-name=primary", "--config-dir=conf experiment=[mine,wrong]"),
     ],
 )
 def test_an_error_in_a_file_of_the_user_names_the_file_and_the_line(
@@ -370,11 +364,8 @@ def test_the_json_schema_accepts_every_shipped_file_and_finds_wrong_keys_and_val
     for text in FILES["conf/mine.yaml"], "train: {steps: '${seed}'}", "cluster: {env: {A: 1}}":
         assert whole.is_valid(yaml.safe_load(text)), text
     for text in (
-        "train: {stps: 1}",
-        "train: {steps: 0}",
-        "train: {precision: fp8}",
-        "job: {hidden: wide}",
-        "strategy: {b: 1}",
+        *("train: {stps: 1}", "train: {steps: 0}", "train: {precision: fp8}"),
+        *("job: {hidden: wide}", "strategy: {b: 1}"),
     ):
         assert not whole.is_valid(yaml.safe_load(text)), text
     steps = found["properties"]["train"]["properties"]["steps"]

@@ -63,13 +63,8 @@ def test_a_low_panel_fits_its_terminal(height: int, world_size: int) -> None:
 def test_the_panel_shows_figures_and_every_rank() -> None:
     text = "\n".join(drawn(busy_view(4, slow_rank=2), width=120))
     for words in (
-        "digits-ddp (ddp, digits, 4 workers)",
-        "60%",
-        "30s",
-        "eta 20s  epoch 2 50%",
-        "0.007667",
-        "8,300",
-        "accuracy 0.9000",
+        *("digits-ddp (ddp, digits, 4 workers)", "60%", "30s", "eta 20s  epoch 2 50%", "0.007667"),
+        *("8,300", "accuracy 0.9000"),
     ):
         assert words in text
     assert "▁" in text
@@ -133,13 +128,7 @@ def test_on_a_terminal_the_panel_goes_and_the_verdict_stays(no_color: bool, monk
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is back
     shown = [line.split(":")[0] for line in stream.screen() if line]
     assert shown == [
-        "digits-ddp",
-        "run directory",
-        "gloo on cpu in fp32",
-        "warning",
-        "finished",
-        "run directory",
-        "next",
-        "next",
+        *("digits-ddp", "run directory", "gloo on cpu in fp32", "warning", "finished", "run directory"),
+        *("next", "next"),
     ]
     assert not [t for t in threading.enumerate() if type(t).__name__ == "_RefreshThread" and not t.done.is_set()]

@@ -27,7 +27,6 @@ def points(*, steepest: float = -2.0, diverges: float = 0.5, steps: int = 100) -
 @pytest.mark.parametrize("steepest", [-4.0, -2.0, -1.0])
 def test_the_rate_where_the_loss_falls_fastest_is_suggested(steepest: float, tmp_path: Path) -> None:
     found = find(points(steepest=steepest))
-    assert found is not None
     assert found.suggested is not None
     assert math.log10(found.suggested) == pytest.approx(steepest, abs=0.2)
     assert max(found.rates) < 10**0.7, "what has diverged is left out"
@@ -42,14 +41,12 @@ def test_steps_without_a_loss_and_losses_that_are_not_finite_are_left_out() -> N
         for step, at, m in whole
     ]
     found = find(skipped)
-    assert found is not None
     assert len(found.rates) == 88
 
 
 def test_too_few_points_or_a_loss_that_rises_suggest_nothing() -> None:
     assert find(points()[:9]) is None
     rising = find([(s, 0.0, {"train/loss": 1 + s / 100, "train/lr": 1e-3}) for s in range(1, 40)])
-    assert rising is not None
     assert rising.suggested is None
 
 

@@ -262,7 +262,6 @@ def test_the_loss_in_chunks_is_the_loss(monkeypatch: pytest.MonkeyPatch, dtype: 
         logits = torch.randn(3, 7, 50, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         loss = GPT().loss(logits, target)
         (loss * 3).backward()
-        assert logits.grad is not None
         results.append((loss.detach().float(), logits.grad))
     with torch.no_grad():
         results.append((GPT().loss(logits, target).float(), logits.grad))

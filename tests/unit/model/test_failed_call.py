@@ -106,7 +106,6 @@ def raised_in_package(call: Any) -> BaseException:
     error, entry = raised.value, raised.value.__traceback__
     while entry is not None and entry.tb_frame.f_code is not call.__code__:
         entry = entry.tb_next
-    assert entry is not None
     return error.with_traceback(entry.tb_next)
 
 
@@ -114,7 +113,6 @@ def raised_in_package(call: Any) -> BaseException:
 def test_the_call_that_has_led_to_an_error_is_named_with_what_it_was_given(case: str) -> None:
     call, place = CASES[case]
     found = failed_call(raised_in_package(call))
-    assert found is not None
     assert place in found.place
     assert found.comes_again
     assert 1 <= found.frames.count("File ") <= 3
@@ -122,5 +120,4 @@ def test_the_call_that_has_led_to_an_error_is_named_with_what_it_was_given(case:
 
 def test_a_line_of_the_user_below_the_call_says_more_than_the_call() -> None:
     found = failed_call(raised_in_package(lambda: Block()(X, scaled=True)))
-    assert found is not None
     assert found.place.endswith("return x * self.scale if scaled else self.body(x)")

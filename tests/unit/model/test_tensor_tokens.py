@@ -38,7 +38,6 @@ def test_each_rank_computes_its_own_tokens_once(length: int) -> None:
         own = x.clone().requires_grad_()
         out = layer(own)
         out.sum().backward()
-        assert own.grad is not None
         return out, own.grad, seen[0].shape[1]
 
     for out, gradient, tokens in in_lockstep(3, of_rank):

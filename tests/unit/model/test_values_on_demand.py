@@ -34,8 +34,7 @@ class Plain(nn.Module):
 class Recomputing(Plain):
     def forward(self, x: Tensor) -> Tensor:
         forward = functools.partial(super().forward)
-        out: Tensor = checkpoint(forward, x, use_reentrant=False)
-        return out
+        return checkpoint(forward, x, use_reentrant=False)
 
 
 def emptied(model: nn.Module) -> nn.Module:

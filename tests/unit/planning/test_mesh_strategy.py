@@ -53,7 +53,6 @@ def test_an_elastic_run_keeps_the_parts_if_it_has_replicas(sizes: dict[str, Any]
     errors: list[str] = []
     words = ["strategy=mesh", "strategy.num_workers=4", *(f"strategy.{n}={s}" for n, s in sizes.items())]
     config, _ = compose(words, errors, registry.config_class)
-    assert config is not None
     rules, largest = registry.load("mesh"), Mesh(replicate=2, shard=2)
     options = rules.resized(config.strategy, 2, mesh=largest, pipeline=None)
     assert options is not None

@@ -57,7 +57,6 @@ def test_perf_figures() -> None:
 
 def test_the_parts_of_a_step_add_up_to_it_under_every_strategy() -> None:
     def parts_of(logged: MetricsLogged | None) -> dict[str, float]:
-        assert logged is not None
         names = ("compute", "comm", "data_wait", "idle")
         parts = {name: logged.metrics[f"perf/{name}_ms"] for name in names}
         assert math.fsum(parts.values()) == pytest.approx(logged.metrics["perf/step_ms"])
@@ -157,7 +156,6 @@ def test_each_split_has_metrics_and_results_of_its_own() -> None:
     parts = aggregator()
     assert parts.add(0, part("val", 2.0, 1.0, part("test", 4.0, 0.0), part("train", 1.0, 2.0))) is None
     logged = parts.add(1, part("val", 4.0, 2.0, part("test", 8.0, 1.0), part("train", 3.0, 2.0)))
-    assert logged is not None
     values = {"val/loss": 1.5, "val/accuracy": 0.75, "test/loss": 3.0, "test/accuracy": 0.25}
     assert logged.metrics == {**values, "train_eval/loss": 1.0, "train_eval/accuracy": 1.0}
     keys = ("val_loss", "test_loss", "test_accuracy", "train_eval_loss")

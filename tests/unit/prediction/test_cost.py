@@ -35,7 +35,7 @@ def test_no_step_is_faster_than_the_peak_rate() -> None:
     [
         ({"recompute": 1.0}, "products"),
         ({"recompute_attention": 1.0}, "attention"),
-        ({"bubble": 0.2}, "bubble"),
+        ({"mesh": Mesh(shard=32, pipeline=2), "bubble": 0.2}, "bubble"),
         ({"mesh": Mesh(shard=8, tensor=8), "rows": 8}, "tensor"),
         ({"mesh": Mesh(shard=8, tensor=8), "rows": 8}, "products"),  # whose inputs each of them reads
         ({"mesh": Mesh(shard=32, pipeline=2)}, "sends"),

@@ -21,6 +21,7 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.manifest import CheckpointError, read_manifest
 from orchestrator.state.train_state import TrainState, capture
+from orchestrator.storage.remote import Remote
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -183,19 +184,26 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == paths[2:]
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_back(keep: int, tmp_path: Path) -> None:
-    *_, newer = save_all(tmp_path, 30, 40, 50)
-    (newer / "model.safetensors").write_bytes(b"")
-    writer = CheckpointWriter(tmp_path, keep=keep, run_uid="run")
+@pytest.mark.parametrize(("keep", "stored"), [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
+def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_back(
+    keep: int, stored: bool, tmp_path: Path
+) -> None:
+    remote = Remote(f"file://{tmp_path}/store", timeout_s=5) if stored else None
+    store = CheckpointStore(tmp_path / "here", remote)
+    for path in save_all(tmp_path / "here", 30, 40, 50):
+        if stored:
+            store.upload(path.name, fence=None)
+    damaged = tmp_path / "store" / "step-00000050" if stored else path
+    next(damaged.glob("model.*")).write_bytes(b"")
+    writer = CheckpointWriter(tmp_path / "here", keep=keep, run_uid="run", remote=remote)
     for step in (43, 46):
         writer.submit(make_state(step))
         assert writer.drain(10) is None
-        newest = CheckpointStore(tmp_path, None).find_newest(never)
+        newest = store.find_newest(never)
         assert newest is not None
         assert load(newest).step == step
     assert writer.close(10) is None
-    assert [load(path).step for path in list_checkpoints(tmp_path)] == [43, 46][-keep:]
+    assert store.list() == ["step-00000043", "step-00000046"][-keep:]
 
 
 def test_a_checkpoint_is_whole_from_the_moment_it_is_seen(tmp_path: Path) -> None:

@@ -15,17 +15,6 @@ from orchestrator.state.fence import Fence
 from orchestrator.storage.remote import Remote
 
 
-def test_only_the_latest_generation_may_save(tmp_path: Path) -> None:
-    file = tmp_path / "fence"
-    fence = Fence(file, "first")
-    write_json(file, {"generation": "first"})
-    assert fence.may_save()
-    write_json(file, {"generation": "second"})
-    assert not fence.may_save()
-    fence.token = "second"
-    assert fence.may_save()
-
-
 def test_without_a_fence_nobody_may_save(tmp_path: Path, golden: Golden) -> None:
     """This node may see another directory than the driver."""
     with golden.raises(FileNotFoundError):

@@ -104,36 +104,29 @@ def test_what_is_written_is_uploaded_and_pruned(writer: CheckpointWriter, here: 
     assert load(there.store.fetch("step-00000003")).model["w"][0] == 3
 
 
-def test_that_of_the_best_evaluation_is_kept_besides(writer: CheckpointWriter, here: Host, there: Host) -> None:
-    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5)):
-        writer.submit(make_state(step, best=best))
-        results(writer)
-        expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 3, 4], 5: [4, 5]}[step]
-        assert there.store.list() == [f"step-{kept:08d}" for kept in expected]
-
-
-def test_a_store_that_was_away_gets_the_best_and_the_newest(writer: CheckpointWriter, here: Host) -> None:
+@pytest.mark.parametrize(
+    ("bests", "replaced", "kept"),
+    [
+        ({1: 1, 2: 2, 3: 2, 4: 2}, [1, 3], [2, 4]),
+        ({1: 1, 2: 2, 4: 3, 5: 3}, [1, 4], [2, 5]),
+        ({1: None, 3: None}, [1], [3]),
+    ],
+    ids=["the best", "the best that was written", "none"],
+)
+def test_a_store_that_is_away_delays_no_write_and_gets_the_best_and_the_newest(
+    bests: dict[int, int | None], replaced: list[int], kept: list[int], writer: CheckpointWriter, here: Host
+) -> None:
     here.stored.write_text("not a directory")
-    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
+    for step, best in bests.items():
         writer.submit(make_state(step, best=best))
         wait_for((here.root / f"step-{step:08d}").is_dir)
-    wait_for(writer.upload_problem)
+    assert "cannot write" in wait_for(writer.upload_problem)
+    assert writer.pending() is not None
     here.stored.unlink()
     ended = wait_for(lambda: writer.drain(10) is None and writer.results())
-    assert [(r.step, type(r)) for r in ended] == [(1, WriteFailed), (3, WriteFailed), (2, Written), (4, Written)]
-    assert here.store.list() == ["step-00000002", "step-00000004"]
-
-
-def test_a_store_that_was_away_gets_the_best_that_was_written(writer: CheckpointWriter, here: Host) -> None:
-    """The checkpoint of the best evaluation, step 3, could not be written."""
-    here.stored.write_text("not a directory")
-    for step, best in ((1, 1), (2, 2), (4, 3), (5, 3)):
-        writer.submit(make_state(step, best=best))
-        wait_for((here.root / f"step-{step:08d}").is_dir)
-    here.stored.unlink()
-    ended = wait_for(lambda: writer.drain(10) is None and writer.results())
-    assert [(r.step, type(r)) for r in ended] == [(1, WriteFailed), (4, WriteFailed), (2, Written), (5, Written)]
-    assert here.store.list() == ["step-00000002", "step-00000005"]
+    expected = [*((step, WriteFailed) for step in replaced), *((step, Written) for step in kept)]
+    assert [(r.step, type(r)) for r in ended] == expected
+    assert here.store.list() == [f"step-{step:08d}" for step in kept]
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(here: Host, there: Host) -> None:
@@ -159,22 +152,6 @@ def test_a_damaged_one_is_named_by_its_url_and_the_one_before_it_used(here: Host
     assert step == 1
     assert damaged[0].startswith(f"checkpoint {there.remote}/step-00000003: model.safetensors")
     assert damaged[1].startswith(f"checkpoint {there.remote}/step-00000002: missing file")
-
-
-def test_a_damaged_one_takes_the_place_of_none_that_is_saved_after_the_run_fell_back(
-    writer: CheckpointWriter, here: Host, there: Host
-) -> None:
-    for step in (30, 40, 50):
-        here.save(step)
-    (model,) = here.path("step-00000050").glob("model.*")
-    model.write_bytes(b"")
-    assert there.newest()[0] == 40
-    for step in (43, 46):
-        writer.submit(make_state(step))
-        (result,) = results(writer)
-        assert isinstance(result, Written)
-        assert there.newest() == (step, [])
-    assert there.store.list() == ["step-00000043", "step-00000046"]
 
 
 def test_a_reader_takes_the_newer_one_if_the_run_replaces_a_checkpoint_meanwhile(here: Host, there: Host) -> None:
@@ -219,22 +196,6 @@ def test_a_worker_that_was_replaced_changes_no_checkpoint(here: Host, there: Hos
     shutil.rmtree(there.root)
     assert there.newest() == (1, [])
     assert load(there.store.fetch("step-00000001")).model["w"][0] == 1
-
-
-def test_a_store_that_is_away_delays_no_write_and_gets_the_newest(writer: CheckpointWriter, here: Host) -> None:
-    here.stored.write_text("not a directory")
-    for step in (1, 2, 3):
-        writer.submit(make_state(step))
-        wait_for((here.root / f"step-{step:08d}").is_dir)
-    problem = wait_for(writer.upload_problem)
-    assert "cannot write" in problem
-    pending = writer.pending()
-    assert pending is not None
-    here.stored.unlink()
-    *replaced, last = wait_for(lambda: writer.drain(10) is None and writer.results())
-    assert [(r.step, type(r)) for r in replaced] == [(1, WriteFailed), (2, WriteFailed)]
-    assert (last.step, type(last)) == (3, Written)
-    assert here.newest() == (3, [])
 
 
 def test_an_upload_that_stands_still_is_given_up(writer: CheckpointWriter, here: Host) -> None:

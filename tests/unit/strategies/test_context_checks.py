@@ -166,14 +166,7 @@ def test_a_loss_that_is_no_mean_over_parts_gets_all_tokens(fields: Mapping[str, 
         (Toy(), "the model has no nn.ModuleList or nn.Sequential with several blocks of one class"),
     ],
     ids=[
-        "convolution",
-        "recurrence",
-        "last token",
-        "eager",
-        "own mask",
-        "length",
-        "statistics",
-        "no blocks",
+        *("convolution", "recurrence", "last token", "eager", "own mask", "length", "statistics", "no blocks"),
     ],
 )
 def test_what_tokens_do_otherwise_is_refused_with_the_module(job: Job, error: str) -> None:

@@ -89,7 +89,6 @@ class Noisy(OwnStep):
     """Adds noise to gradients, as Langevin dynamics do."""
 
     def direction(self, p: nn.Parameter) -> torch.Tensor:
-        assert p.grad is not None
         return p.grad + torch.randn_like(p) + random.random() + np.random.rand()
 
 

@@ -53,7 +53,6 @@ def test_tokens_are_not_divided_where_others_need_them(trick: str, reason: str) 
 def test_one_block_that_is_called_otherwise_keeps_its_layers() -> None:
     found = trained(Tricky(trick="layer called outside"))
     assert found.apart < NEAR
-    assert found.plan is not None
     assert [(kind.names, len(kind.proof.parts.pairs)) for kind in found.plan.kinds] == [
         (("blocks.0",), 1),
         (("blocks.1", "blocks.2"), 2),

@@ -12,19 +12,9 @@ from orchestrator.job import Split
 from orchestrator.model.context.tokens import NotDivisible
 
 IN_CI = (
-    "written out",
-    "windows of one block",
-    "other in evaluations",
-    "counts in a buffer",
-    "mean kept as a number",
-    "loss in the backward pass",
-    "large values see each other",
-    "torchs own",
-    "noted by hooks",
-    "hidden states in evaluations",
-    "shape of the words",
-    "tokens count",
-    "limited mean",
+    *("written out", "windows of one block", "other in evaluations", "counts in a buffer", "mean kept as a number"),
+    *("loss in the backward pass", "large values see each other", "torchs own", "noted by hooks"),
+    *("hidden states in evaluations", "shape of the words", "tokens count", "limited mean"),
 )
 ROWS = [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.campaign) for name in TRICKS]
 

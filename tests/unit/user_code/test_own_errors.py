@@ -118,13 +118,11 @@ def test_an_error_of_the_code_comes_again_and_one_of_the_world_may_pass(
     call: Callable[[], Any], comes_again: bool
 ) -> None:
     own = own_error(raised_by(call))
-    assert own is not None
     assert own.comes_again == comes_again
 
 
 def test_the_line_is_named_and_the_frames_are_those_of_the_user() -> None:
     own = own_error(raised_by(lambda: no_shape()))
-    assert own is not None
     line = no_shape.__code__.co_firstlineno + 1
     assert own.place == f"test_own_errors.py:{line}: return torch.ones(2, 3) @ torch.ones(2, 3)"
     assert own.frames.count("File ") == own.frames.count("test_own_errors.py") == 3
@@ -146,7 +144,6 @@ def test_an_error_of_a_dataset_has_its_line_also_out_of_a_loader_process(num_wor
     with pytest.raises(DataError) as raised:
         list(loader.read([(0, [0, 1]), (0, [2, 3])]))
     own = own_error(raised.value)
-    assert own is not None
     assert own.place.endswith('return {"a": 1}["label"]')
     assert own.comes_again
 

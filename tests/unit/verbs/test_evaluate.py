@@ -18,12 +18,8 @@ from orchestrator.state.train_state import capture
 from orchestrator.strategies import registry
 
 WORDS = (
-    "strategy=ddp",
-    "strategy.bucket_mb=7",
-    "job.hidden=4",
-    "job.depth=2",
-    "train.stop_after=3",
-    "checkpoint.best=val/loss",
+    *("strategy=ddp", "strategy.bucket_mb=7", "job.hidden=4", "job.depth=2"),
+    *("train.stop_after=3", "checkpoint.best=val/loss"),
 )
 
 

@@ -4,28 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files.golden import Golden
 from orchestrator.new import FILES, main
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("My-Project", "use small letters, digits and '_'"),
-        ("class", "use small letters, digits and '_'"),
-        ("torch", "there is a module or a job of this name"),
-        ("digits", "there is a module or a job of this name"),
-        ("there", "exists; choose another name"),
-        ("there/file/below", "cannot be made (Not a directory)"),
-    ],
-)
+@pytest.mark.parametrize("name", ["My-Project", "class", "torch", "digits", "there", "there/file/below"])
 def test_a_name_that_cannot_be_used_is_refused(
-    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     assert main([name]) == 2
-    assert reason in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
 
 
 def test_a_project_has_its_name_everywhere(tmp_path: Path) -> None:

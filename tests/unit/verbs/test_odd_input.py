@@ -53,20 +53,8 @@ VALUES = (
     *("json", "os.path", "jobs.toy.Toy", "jobs.nowhere.Job", "a.b.c.", ".", "torch.nn.Linear", "__main__.X"),
 )
 CONTENTS = (
-    *(
-        b"",
-        b"5",
-        b"null",
-        b"[]",
-        b"{}",
-        b"- a",
-        b"a: 1",
-        b"a: [",
-        b"\xff\xfe",
-        b"\x00",
-        b"gr\xfc\xdfe: 1",
-        b"a: &a [*a]",
-    ),
+    *(b"", b"5", b"null", b"[]", b"{}", b"- a", b"a: 1", b"a: [", b"\xff\xfe", b"\x00"),
+    *(b"gr\xfc\xdfe: 1", b"a: &a [*a]"),
     *(b"defaults: null", b"defaults: ddp", b"defaults: [nowhere]", b"defaults: [{strategy: [a]}]", b"defaults: [5]"),
     *(b"defaults: [odd]", b"defaults: [{a: 1, b: 2}]", b"# @package _global_\ndefaults: [config, odd]\n", b"[" * 3000),
     *(b"{" * 3000, b"# @package _global_\ntrain: 5\n", b"# @package job\n_target_: 5\n", b"train: {steps: .inf}"),
@@ -81,12 +69,8 @@ CONTENTS = (
 )
 FILES = ("odd.yaml", "strategy/odd.yaml", "job/odd.yaml", "experiment/odd.yaml", "odd.csv", "odd.json", "odd.txt")
 RUN_FILES = (
-    "run.json",
-    "config.yaml",
-    "events.jsonl",
-    "metrics.jsonl",
-    "logs/rank-0.log",
-    "checkpoints/step-1/manifest.json",
+    *("run.json", "config.yaml", "events.jsonl", "metrics.jsonl"),
+    *("logs/rank-0.log", "checkpoints/step-1/manifest.json"),
 )
 RUN = "outputs/2026-05-01/12-30-01-odd"
 
@@ -104,15 +88,8 @@ class Draw(random.Random):
         sections = [field.name for field in dataclasses.fields(Config)]
         known = ("train.steps", "train.global_batch_size", "train.precision", "strategy.num_workers", "strategy.shard")
         others = (
-            "job.hidden",
-            "job.x",
-            "job._target_",
-            "a",
-            "",
-            "hydra.run.dir",
-            "strategy.name",
-            "callbacks",
-            "data.x",
+            *("job.hidden", "job.x", "job._target_", "a", "", "hydra.run.dir", "strategy.name"),
+            *("callbacks", "data.x"),
         )
         prefix = self.choice(("", "", "", "", "+", "++", "~"))
         return prefix + self.choice((*known, *others, *sections))

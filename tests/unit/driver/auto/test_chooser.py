@@ -66,7 +66,9 @@ def chooser(
     return made, output_dir(replace(config, output_dir=f"{config.output_dir}/{FOLDER}"))
 
 
-def test_the_runs_that_measure_are_removed_from_the_store_and_their_times_are_kept(tmp_path: Path) -> None:
+def test_the_runs_that_measure_are_removed_from_the_store_and_their_times_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = Runs()
 
     def choice(*, damaged: bool = False) -> list[float | None]:
@@ -84,6 +86,7 @@ def test_the_runs_that_measure_are_removed_from_the_store_and_their_times_are_ke
     assert not [run_dir for run_dir in runs.executed if run_dir.path.exists()]
     assert sorted(choice()) == [10.0, 20.0]
     assert len(runs.executed) == 2, "the second choice measures nothing"
+    assert "auto uses the measurements in " in capsys.readouterr().out
     choice(damaged=True)
     assert len(runs.executed) == 4, "a damaged file is no reason to stop"
 

@@ -18,6 +18,7 @@ from helpers.conformance.layouts import pipeline
 from helpers.files.golden import Golden
 from helpers.jobs.toys import Toy
 from helpers.machines import plans
+from helpers.records.runs import in_campaign
 from orchestrator.config.build import ConfigError
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.driver.preflight.child_checks import check_job, plan_sizes
@@ -148,7 +149,7 @@ def test_each_size_of_an_elastic_run_leaves_a_cpu_for_the_tasks_of_its_data(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [DDP, pipeline("1F1B", 2)], ids=["ddp", "pipeline"])
+@pytest.mark.parametrize("options", [pipeline("1F1B", 2), *in_campaign(DDP)], ids=["pipeline", "ddp"])
 def test_data_that_only_a_cluster_can_read_is_no_secret(options: StrategyConfig) -> None:
     """A strategy that needs samples gets them from a process with a Ray of its own, or an error of that."""
     config, errors = replace(config_of(Case(job=OnTasks(), options=options), 2), plan=True), list[str]()

@@ -20,7 +20,6 @@ def test_nothing_starts_beside_the_only_worker() -> None:
     words = ["debug=true", "strategy=ddp", "strategy.num_workers=4", "data.num_workers=3", "recovery.spares=2"]
     words += ["recovery.chaos=[kill@5:3]", "tracking.tensorboard=true", "cluster.address=10.0.0.1:6379"]
     (checked_run,) = check_all([words])
-    assert checked_run.sizes is not None
     plan, config = checked_run.sizes.initial, checked_run.config
     assert (plan.strategy, plan.world_size, plan.spares, plan.loader_processes, plan.faults) == ("ddp", 1, 0, 0, ())
     assert (config.tracking.uri, config.tracking.all_sinks) == (None, ())
@@ -38,7 +37,6 @@ def test_nothing_starts_beside_the_only_worker() -> None:
 )
 def test_a_strategy_of_several_ranks_gives_way_and_the_user_is_told(words: list[str], strategy: str) -> None:
     (checked_run,) = check_all([["debug=true", *words]])
-    assert checked_run.sizes is not None
     assert checked_run.sizes.initial.strategy == strategy
     assert checked_run.sizes.initial.world_size == 1
     (note,) = checked_run.notes

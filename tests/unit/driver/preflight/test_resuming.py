@@ -232,7 +232,6 @@ def an_annealed_run(output_dir: Path, job: Annealed) -> RunDir:
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     schedule = schedule_of(job, [optimizer], having(steps=6), steps_per_epoch=None)
-    assert schedule is not None
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

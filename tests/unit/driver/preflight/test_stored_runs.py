@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.records.recorder import Recorder
 from helpers.servers.object_store import OUTPUT, S3Server, s3  # noqa: F401 - s3 is a fixture
 from jobs.digits import Digits
 from orchestrator.config.build import ConfigError
@@ -23,7 +24,7 @@ from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
-from orchestrator.protocol.events import Event, Warned
+from orchestrator.protocol.events import Warned
 from orchestrator.records import lease as leases
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease, SupersededError
@@ -41,19 +42,6 @@ from orchestrator.tracking.uploader import Uploader, uploads_to_resume
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
 ELSEWHERE = {**this_process(), "boot_id": "of another host", "host": "elsewhere"}
-
-
-class Recorder:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.seen.append(event)
-
-    def close(self) -> None:
-        pass
 
 
 def config_of(folder: Path, host: str, *words: str, url: str = "") -> Config:
@@ -248,7 +236,6 @@ def test_commands_read_a_run_by_its_url(tmp_path: Path, monkeypatch: pytest.Monk
     for text in ("{}\n", "{}\n{}\n"):
         (run / "metrics.jsonl").write_text(text)
         found = find_run(str(run_dir.url))
-        assert found is not None
         fetch(found)
         assert found.metrics_file.read_text() == text
     assert find_run(f"file://{tmp_path}/store/2020-01-01/nothing") is None

@@ -1,22 +1,21 @@
 """What ends a wait for resources, and what is reported meanwhile, without Ray."""
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from helpers.files.golden import Golden
 from helpers.machines.plans import config_of
-from helpers.records.recorder import Recorder
-from orchestrator.config.redact import Redactor
+from helpers.machines.simulated import Driver
 from orchestrator.driver.process import waiting
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError
-from orchestrator.driver.process.run_context import EventStream
-from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import Interrupted, ResourceWait, UnfitLimit, WaitMonitor
 from orchestrator.policy.queue_order import ClusterState, NodeState, Request
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import SupersededError
+from orchestrator.records.lock import this_process
 
 REQUEST = Request(count=4, each={"CPU": 0.5, "GPU": 1})
 STATE = ClusterState(
@@ -27,23 +26,16 @@ STATE = ClusterState(
 WHY = "need 4 x {CPU: 0.5, GPU: 1}; free 3; node gpu-1 (10.0.0.4): 1 of 4 GPUs held by other Ray tasks"
 
 
-class FakeLease:
-    superseded = False
-
-    def check(self) -> None:
-        if self.superseded:
-            raise SupersededError
-
-
 class Parts:
     """A wait with a clock that the test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(waiting, "cluster_state", lambda **_: STATE)
-        self.recorder, self.lease, self.stop = Recorder(), FakeLease(), StopSignals()
-        self._monitor = WaitMonitor(EventStream([self.recorder], Redactor()), self.lease, self.stop)  # type: ignore[arg-type]
+        self.driver = Driver(folder)
+        context = self.driver.context
+        self._monitor = WaitMonitor(context.events, context.lease, context.stop)
         self.wait = self.new_wait()
 
     def new_wait(self, *words: str) -> ResourceWait:
@@ -52,14 +44,14 @@ class Parts:
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
-    return Parts(monkeypatch)
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    return Parts(tmp_path, monkeypatch)
 
 
 def test_a_wait_is_reported_every_few_seconds(parts: Parts) -> None:
     for parts.now in (1.0, 2.5, 6.0, 7.6, 8.0, 13.0):
         parts.wait.check()
-    reports = [event for event in parts.recorder.seen if isinstance(event, WaitingForResources)]
+    reports = [event for event in parts.driver.recorder.seen if isinstance(event, WaitingForResources)]
     assert [(r.waited_s, r.wanted, r.why) for r in reports] == [
         (2.5, "3 workers", WHY),
         (7.6, "3 workers", WHY),
@@ -98,12 +90,14 @@ def test_a_wait_for_resources_ends_when_the_cluster_shrinks_and_adds_no_nodes(
 
 
 def test_a_wait_ends_at_a_signal(parts: Parts) -> None:
-    parts.stop.received = signal.SIGTERM
+    parts.driver.context.stop.received = signal.SIGTERM
     with pytest.raises(Interrupted):
         parts.wait.check()
 
 
 def test_a_wait_ends_when_another_driver_takes_over(parts: Parts) -> None:
-    parts.lease.superseded = True
+    parts.driver.run_dir.update_record(driver={**this_process(), "boot_id": "of another host"})
+    assert parts.driver.context.lease.renew()
+    assert parts.driver.context.lease.renew()
     with pytest.raises(SupersededError):
         parts.wait.check()

@@ -1,25 +1,17 @@
 """What workers have reported since the last heartbeats of a driver that died."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from helpers.machines.simulated import Driver, Gang
 from helpers.records.runs import losses
-from orchestrator.driver.gang.members import Member
 from orchestrator.driver.run.worker_reports import record_ranks, take_left_reports
-from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.events import CheckpointSaved, Event, FirstStepDone, MetricsLogged, SampleSaved
-from orchestrator.protocol.messages import EvalPoint, TrainPoint, WorkerInfo
+from orchestrator.protocol.messages import EvalPoint, TrainPoint
 from orchestrator.records.journal import Journal
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.control.spool import Spool
-
-
-def members(*pids: int) -> tuple[Member, ...]:
-    infos = [WorkerInfo(node_id="a", node_ip="10.0.0.1", hostname="a", pid=pid) for pid in pids]
-    return tuple(Member(global_rank=rank, actor=None, info=info, slot=rank) for rank, info in enumerate(infos))
 
 
 def point(step: int, loss: float) -> TrainPoint:
@@ -31,9 +23,9 @@ def point(step: int, loss: float) -> TrainPoint:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """Of two ranks, where rank 0 is the process with the higher pid."""
-    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2), global_batch_size=8)
-    record_ranks(RunDir(tmp_path), plan, members(9, 8), tokens_per_sample=None)
-    return RunDir(tmp_path)
+    driver = Driver(tmp_path)
+    record_ranks(driver.run_dir, driver.plan, Gang("aa", pids=(9, 8)).members, tokens_per_sample=None)
+    return driver.run_dir
 
 
 def leave(run_dir: RunDir, pid: int, *reports: TrainPoint | EvalPoint | Event) -> None:

@@ -7,34 +7,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.compose import compose
-from orchestrator.driver.gang.members import Member
+from helpers.machines.simulated import Driver, Gang
 from orchestrator.driver.nodes import node_watch
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.run.health import Health
 from orchestrator.policy.failure import Outcomes
 from orchestrator.protocol.messages import WorkerInfo
-from orchestrator.records.run_dir import RunDir
-from orchestrator.strategies import registry
-
-
-class FakeGang:
-    """A rank on each of four nodes."""
-
-    def __init__(self) -> None:
-        self.failed_heartbeats: dict[int, Exception] = {}
-        self.killed: list[int] = []
-        self.silent: set[int] = set()
-        infos = [WorkerInfo(node_id=n, node_ip=f"10.0.0.{i}", hostname=n, pid=1) for i, n in enumerate("abcd")]
-        self.members = tuple(
-            Member(global_rank=rank, actor=None, info=info, slot=rank) for rank, info in enumerate(infos)
-        )
-
-    def unanswered(self) -> set[int]:
-        return self.silent
-
-    def kill(self, rank: int) -> None:
-        self.killed.append(rank)
 
 
 class FakeNodes:
@@ -55,18 +33,18 @@ class FakeNodes:
         return False
 
 
-def health_of(gang: Any, nodes: Any, folder: Path) -> Health:
-    config, _ = compose(["strategy=ddp"], [], registry.config_class)
-    assert config is not None
+def health_of(folder: Path, nodes: Any) -> tuple[Health, Gang]:
+    driver = Driver(folder, "abcd")
+    driver.workers.nodes = nodes
     telemetry: Any = SimpleNamespace(last_step={}, straggler=None)
-    context: Any = SimpleNamespace(spec=SimpleNamespace(config=config, run_dir=RunDir(folder)), events=None)
-    workers: Any = SimpleNamespace(gang=gang, nodes=nodes, plan=SimpleNamespace(world_size=4))
-    return Health(1, context, workers, telemetry=telemetry, outcomes=Outcomes(world_size=4), earlier_hangs=())
+    outcomes = Outcomes(world_size=4)
+    made = Health(1, driver.context, driver.workers, telemetry=telemetry, outcomes=outcomes, earlier_hangs=())
+    return made, driver.gang
 
 
 def test_nodes_that_fall_silent_one_after_the_other_are_all_lost(tmp_path: Path) -> None:
-    gang, nodes = FakeGang(), FakeNodes()
-    health, silent = health_of(gang, nodes, tmp_path), nodes.found_silent
+    nodes = FakeNodes()
+    (health, gang), silent = health_of(tmp_path, nodes), nodes.found_silent
     health.check({}, 0.0)
     assert health.unreachable() == ()
     silent.add("b")
@@ -83,9 +61,9 @@ def test_the_node_of_a_silent_worker_is_lost_unless_its_probe_is_up(
     without_probe: set[str], lost: set[str], tmp_path: Path
 ) -> None:
     """As when a link is cut in the first seconds of a run."""
-    gang, nodes = FakeGang(), FakeNodes()
+    nodes = FakeNodes()
+    health, gang = health_of(tmp_path, nodes)
     gang.silent, nodes.without_probe = {1}, without_probe
-    health = health_of(gang, nodes, tmp_path)
     health.check({}, 0.0)
     health.check({}, 61.0)
     assert (gang.killed, nodes.lost) == ([1], lost)

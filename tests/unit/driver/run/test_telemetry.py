@@ -1,42 +1,21 @@
 """What the driver emits and returns for a round of heartbeats, with a gang that needs no Ray."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helpers.files.golden import Golden
+from helpers.machines.simulated import Driver, Gang
 from helpers.records.recorder import Recorder
-from orchestrator.config.redact import Redactor
-from orchestrator.driver.gang.members import Member
-from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.run import telemetry
 from orchestrator.driver.run.telemetry import Telemetry
-from orchestrator.planning.mesh import Mesh
 from orchestrator.protocol.events import CheckpointSaved, FirstStepDone, RankProgress, Warned
-from orchestrator.protocol.messages import Heartbeat, TrainPoint, WorkerInfo
+from orchestrator.protocol.messages import Heartbeat, TrainPoint
 from orchestrator.records.run_dir import RunDir
 from orchestrator.worker.control.spool import Spool
 
 SAVED = CheckpointSaved(step=3, path="/run/checkpoints/3", seconds=0.1, stall_ms=1.0, size_bytes=10)
-
-
-class FakeGang:
-    """Two workers on two nodes, whose next heartbeats are in ``answers``."""
-
-    def __init__(self) -> None:
-        infos = [WorkerInfo(node_id=n, node_ip="10.0.0.1", hostname=n, pid=1) for n in "ab"]
-        self.members = tuple(
-            Member(global_rank=rank, actor=None, info=info, slot=rank) for rank, info in enumerate(infos)
-        )
-        self.answers: dict[int, Heartbeat] = {}
-
-    def unanswered(self) -> set[int]:
-        return set()
-
-    def heartbeats(self, *, with_system_metrics: bool, wait_s: float, ranks: object = None) -> dict[int, Heartbeat]:
-        return self.answers
 
 
 class FakeUploader:
@@ -62,21 +41,10 @@ def first_step(generation: int) -> FirstStepDone:
 
 
 @pytest.fixture
-def parts() -> tuple[Telemetry, Any, Recorder, FakeUploader]:
-    config: Any = SimpleNamespace(tracking=SimpleNamespace(system_metrics_every_s=0))
-    plan: Any = SimpleNamespace(mesh=Mesh(replicate=2), global_batch_size=8, strategy="ddp")
-    recorder, uploader = Recorder(), FakeUploader()
-    spec = SimpleNamespace(
-        config=config, sizes=SimpleNamespace(initial=plan), tokens_per_sample=None, resumed_from_step=None
-    )
-    context: Any = SimpleNamespace(spec=spec, events=EventStream([recorder], Redactor()))
-    made = Telemetry(
-        context,
-        uploader,  # type: ignore[arg-type]
-        FakeUploader(),  # type: ignore[arg-type]
-        show_page=uploader.shown.append,
-    )
-    return made, FakeGang(), recorder, uploader
+def parts(tmp_path: Path) -> tuple[Telemetry, Gang, Recorder, FakeUploader]:
+    driver, uploader = Driver(tmp_path), FakeUploader()
+    made = Telemetry(driver.context, uploader, FakeUploader(), show_page=uploader.shown.append)  # type: ignore[arg-type]
+    return made, driver.gang, driver.recorder, uploader
 
 
 def test_events_of_workers_are_emitted_after_all_progress_and_returned(parts: Any) -> None:

@@ -28,7 +28,6 @@ def each(change: Callable[[Tensor], Tensor | None]) -> Hook:
 
 def accumulated(change: Callable[[Tensor], object]) -> Hook:
     def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         change(parameter.grad)
 
     return lambda parameter: parameter.register_post_accumulate_grad_hook(hook)

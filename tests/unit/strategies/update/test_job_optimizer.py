@@ -168,7 +168,6 @@ def test_rates_rise_exponentially_and_in_proportion_over_the_steps_of_the_run() 
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.3}], lr=0.1)
     schedule = schedule_of(ByEpochsAlone(), [optimizer], having(steps=5, lr_range=(1e-4, 1.0)), steps_per_epoch=None)
-    assert schedule is not None
     rates = []
     for _ in range(5):
         rates.append([group["lr"] for group in optimizer.param_groups])

@@ -263,7 +263,6 @@ def test_loader_processes_die_with_their_worker_and_not_by_ctrl_c() -> None:
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
         stdout=subprocess.PIPE,
     )
-    assert worker.stdout is not None
     try:
         loader = psutil.Process(int(worker.stdout.readline()))
         loader.send_signal(signal.SIGINT)

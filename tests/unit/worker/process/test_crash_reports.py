@@ -112,14 +112,9 @@ def test_a_report_has_what_matters(tmp_path: Path) -> None:
     log = written(tmp_path, log_header(7, "here"), "free(): invalid pointer\n", RAY, PYTHON, C)
     report = crash_report(log, 7)
     assert report.splitlines() == [
-        "free(): invalid pointer",
-        "Fatal Python error: Aborted",
-        "Current thread 0x2 (most recent call first):",
-        '  File "model.py", line 7 in forward',
-        '  File "loop.py", line 1 in run',
-        "C stack (most recent call first):",
-        "  /lib/guilty.so(_Z6guiltyv+0x7)[0x4]",
-        "  python(+0x5)[0x5]",
+        *("free(): invalid pointer", "Fatal Python error: Aborted", "Current thread 0x2 (most recent call first):"),
+        *('  File "model.py", line 7 in forward', '  File "loop.py", line 1 in run'),
+        *("C stack (most recent call first):", "  /lib/guilty.so(_Z6guiltyv+0x7)[0x4]", "  python(+0x5)[0x5]"),
     ]
     assert log_tail(log) == report
     assert describe_crash(report) == "SIGABRT (Aborted) in forward (model.py, line 7)"

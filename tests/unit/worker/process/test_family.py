@@ -40,7 +40,6 @@ def test_a_guard_ends_the_family_of_a_killed_worker_unless_it_is_disarmed(disarm
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert worker.stdout is not None
     guard, child = map(int, worker.stdout.readline().split())
     try:
         if disarmed:
