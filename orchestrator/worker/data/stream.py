@@ -6,7 +6,9 @@ process; then a position means the same at any number of workers, as it does for
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -23,7 +25,6 @@ from orchestrator.compat.generators import drawing, seed_on_cpu
 from orchestrator.compat.streams import loses_samples
 from orchestrator.compat.torch import as_bytes
 from orchestrator.job import Split
-from orchestrator.model.batch import leaves
 from orchestrator.protocol.metrics import Metric
 from orchestrator.strategies.data.datasets import mix
 from orchestrator.user_code.errors import error_text
@@ -32,6 +33,7 @@ from orchestrator.worker.data.data_loader import DataError
 
 MAX_STATE_BYTES = 2**20
 """A checkpoint keeps no larger state of a stream: its manifest is read as a whole, and often."""
+_PLAIN = (str, bytes, int, float, np.generic)
 LONG_S = 5.0
 """The user is told how long samples are read past if it takes longer."""
 
@@ -71,14 +73,28 @@ class Mark:
 def digest(samples: Iterable[Any]) -> str:
     """Return a digest of the numbers and texts in samples, which is the same in any process."""
     found = hashlib.blake2b(digest_size=16)
-    for leaf in leaves(list(samples)):
-        if isinstance(leaf, Tensor) and not leaf.is_sparse and leaf.device.type == "cpu":
-            found.update(as_bytes(leaf.detach()).numpy().data)
-        elif isinstance(leaf, np.ndarray):
-            found.update(digest(leaf.ravel()).encode() if leaf.dtype.kind == "O" else leaf.tobytes())
-        elif isinstance(leaf, (str, bytes, int, float, np.generic)):
-            found.update(repr(leaf).encode())
+    for sample in samples:
+        _add(found, sample)
     return found.hexdigest()
+
+
+def _add(found: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        with contextlib.suppress(RuntimeError):  # of a tensor that is not dense
+            found.update(as_bytes(value.detach().cpu()).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        found.update(value.tobytes())
+    elif isinstance(value, _PLAIN):
+        found.update(repr(value).encode())
+    elif isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
+        found.update(repr(list(value)).encode())  # such as the tokens of a text
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        for part in value.ravel() if isinstance(value, np.ndarray) else value:
+            _add(found, part)
+    elif isinstance(value, Mapping):
+        _add(found, list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        _add(found, list(vars(value).values()) if hasattr(value, "__dict__") else [])
 
 
 def read_past(

@@ -215,6 +215,8 @@ def test_a_stream_that_is_read_again_is_compared_with_a_sample_of_before(kind: t
         ([{"x": torch.tensor([1.0], dtype=torch.bfloat16)}], [{"x": torch.tensor([2.0], dtype=torch.bfloat16)}]),
         ([{"x": np.arange(3)}], [{"x": np.arange(3)[::-1]}]),
         ([("a", b"b")], [("a", b"c")]),
+        ([{"tokens": [1, 2, 3]}], [{"tokens": [1, 2, 4]}]),
+        ([Mark(position=1)], [Mark(position=2)]),
         ([{"x": np.array(["a", None], dtype=object)}], [{"x": np.array(["b", None], dtype=object)}]),
     ],
 )
