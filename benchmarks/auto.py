@@ -21,7 +21,7 @@ from harness.arms import execute
 from harness.disturbance import undisturbed
 from harness.rounds import Claim, argument_parser, report, table, wait_until_quiet
 
-from orchestrator.tuning.choice import Contender, best, next_to_measure
+from orchestrator.features.auto.choice import Contender, best, next_to_measure
 
 JOBS: dict[str, Sequence[str]] = {
     "digits": ("job=digits", "job.hidden=1024"),

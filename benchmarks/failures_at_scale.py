@@ -21,7 +21,7 @@ import ray
 from harness.rounds import Claim, argument_parser, interleave, report, table
 from harness.simulated_gang import HOSTS, SimulatedSlots, Watcher, prepared_run, simulated_gangs
 
-from orchestrator.prediction.forecast import DEVICE_HOURS, Reliability, goodput
+from orchestrator.features.plan.prediction.forecast import DEVICE_HOURS, Reliability, goodput
 from orchestrator.protocol.events import GenerationStarted, WorkerLost
 
 SIZES = (1024, 16_384)

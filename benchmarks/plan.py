@@ -17,13 +17,13 @@ from harness.arms import Workload, launch, workload_overrides
 from harness.rounds import Claim, argument_parser, interleave, report, table
 
 from orchestrator.config.redact import Redactor
-from orchestrator.display.forecasts import name
-from orchestrator.driver.forecasts import answer
-from orchestrator.prediction.cost import step_time
-from orchestrator.prediction.devices import parse_cluster, read_tables
-from orchestrator.prediction.forecast import Answer, Forecast
+from orchestrator.features.plan.forecasts import answer
+from orchestrator.features.plan.model_work import with_cpus
+from orchestrator.features.plan.prediction.cost import step_time
+from orchestrator.features.plan.prediction.devices import parse_cluster, read_tables
+from orchestrator.features.plan.prediction.forecast import Answer, Forecast
+from orchestrator.features.plan.shown import name
 from orchestrator.records.run_dir import RunDir
-from orchestrator.strategies.checks.model_work import with_cpus
 
 WORKLOAD = Workload(
     job="jobs.gpt.GPT",

@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import math
 
-from orchestrator.prediction.calibration import (
+from orchestrator.features.plan.prediction.calibration import (
     CASES,
     SPREADS,
     Case,
@@ -19,7 +19,7 @@ from orchestrator.prediction.calibration import (
     on_one_node,
     published,
 )
-from orchestrator.prediction.published import Setup, published_runs
+from orchestrator.features.plan.prediction.published import Setup, published_runs
 
 MOST_IN_TURN = 8
 """The runs of a setup that calibrate the others in turn, at most."""

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, get_type_hints
 
 import orchestrator
+from orchestrator import features
 from orchestrator.config.build import describe
 from orchestrator.config.compose import compose
 from orchestrator.config.files import choices, group_values, summary
@@ -23,10 +24,14 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import to_cli
 from orchestrator.driver.process.run_context import RunResult
 from orchestrator.job import Job
-from orchestrator.protocol import events
-from orchestrator.protocol.metric_meanings import MEANINGS
+from orchestrator.protocol import events, metric_meanings
 from orchestrator.strategies import registry
 
+MEANINGS = {
+    section: meanings
+    for module in (metric_meanings, *features.modules("metric_meanings"))
+    for section, meanings in module.MEANINGS.items()
+}
 _SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Attributes):$", re.M)
 _ENTRY = re.compile(r"^    (\S.*?): ", re.M)
 

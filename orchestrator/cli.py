@@ -114,7 +114,8 @@ Each verb also runs as `python -m orchestrator.<verb>`."""
 def _instead(verb: str, arguments: Sequence[str]) -> str | None:
     """Return what to type in place of a word of other launchers, or of a file; None if it is neither."""
     words = (verb, *(arguments if verb in (*_TRAINING_WORDS, *_LAUNCHERS) else ()))
-    if (file := next((word for word in words if word.endswith(".py")), None)) is not None:
+    file = next((word for word in words if word.endswith(".py")), None)
+    if file is not None and "torchrun" in VERBS:
         return f"to run a script, `orchestrator torchrun {file}`; for a job in it, job=<module>.<class>"
     return "to train a job, `orchestrator launch job=<name>`" if verb in _TRAINING_WORDS else None
 

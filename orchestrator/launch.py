@@ -17,9 +17,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from types import ModuleType
 from typing import NoReturn
 
-from orchestrator import __version__
+from orchestrator import __version__, features
 from orchestrator.config.build import ConfigError
 from orchestrator.config.files import INFO_TOPICS, INFO_WITH_CONFIG, KINDS, OPTIONS
 from orchestrator.config.redact import Redactor
@@ -110,7 +111,7 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     if options.cfg or options.info or options.package or options.resolve:
         return _show(options, redactor)
     if options.restarts is not None:
-        from orchestrator.driver.submit.restarts import launch_with_restarts
+        from orchestrator.driver.process.restarts import launch_with_restarts
 
         return launch_with_restarts(words, _number_of_restarts(options), redactor)
     from orchestrator.config.overrides import last_of_each, values
@@ -120,11 +121,11 @@ def _launch(arguments: Sequence[str], redactor: Redactor) -> int:
     words = last_of_each(words, say_note)
     preset, runs = _runs(words, sweep=options.multirun)
     if runs is None:
-        return _search(words, preset, redactor)
+        return int(_several_runs().run_search(words, preset, redactor))
     if {**preset, **values(words)}.get("sweep.unfit") != "skip":
         refuse_early(runs, redactor, starts_here=True)
     if len(runs) > 1:
-        return _sweep(words, runs, redactor)
+        return int(_several_runs().run_sweep(words, runs, redactor))
     from orchestrator.driver.process.early_start import early_start
     from orchestrator.driver.process.signals import StopSignals
 
@@ -157,20 +158,11 @@ def _runs(overrides: Sequence[str], *, sweep: bool) -> tuple[Mapping[str, str], 
     return preset, [example(overrides, preset)] if given.get("plan") else None
 
 
-def _sweep(overrides: Sequence[str], runs: Sequence[Sequence[str]], redactor: Redactor) -> int:
-    from orchestrator.driver.checked_runs import check_all
-    from orchestrator.driver.sweep.sweep import open_sweep
-    from orchestrator.driver.sweep_session import run_sweep
-
-    sweep, remaining = open_sweep(overrides, runs, redactor)
-    return run_sweep(check_all(remaining, redactor, sweep=sweep), sweep)
-
-
-def _search(overrides: Sequence[str], preset: Mapping[str, str], redactor: Redactor) -> int:
-    from orchestrator.driver.sweep.search import open_search
-    from orchestrator.driver.sweep_session import run_search
-
-    return run_search(open_search(overrides, preset, redactor))
+def _several_runs() -> ModuleType:
+    """Return what executes several runs of one command."""
+    for found in features.modules("several_runs"):
+        return found
+    raise ConfigError(["-m: this installation executes one run at a time; give one value of each key"])
 
 
 def _show(options: argparse.Namespace, redactor: Redactor) -> int:

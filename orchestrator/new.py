@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.config.files import conf_dir
+from orchestrator.config.files import SHIPPED
 from orchestrator.display.plain_text import refuse, writable
 
 _JOB = '''\
@@ -145,7 +145,7 @@ def write(directory: Path) -> None:
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         what = "the job is a module of this name"
         raise ValueError(f"{name}: {what}; use small letters, digits and '_', as in my_project")
-    if importlib.util.find_spec(name) is not None or (conf_dir() / "job" / f"{name}.yaml").exists():
+    if importlib.util.find_spec(name) is not None or SHIPPED.find("job", name) is not None:
         raise ValueError(f"{name}: there is a module or a job of this name; choose another one")
     directory.mkdir(parents=True)
     for file, text in FILES.items():

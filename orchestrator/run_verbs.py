@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator import features
+from orchestrator.config.build import ConfigError
 from orchestrator.display.plain_text import refuse, writable
 from orchestrator.display.terminal import lasting_output
+from orchestrator.driver.process.uploads import tracking
 from orchestrator.records.run_search import RunSearch
 from orchestrator.storage.remote import is_url
-from orchestrator.tracking.pending_uploads import pending_runs
 from orchestrator.verb_options import CONNECTION_LOST, INTERRUPTED
 
 
@@ -66,10 +68,7 @@ def _address(options: argparse.Namespace) -> str | None:
 def _resume_uploads(search: RunSearch) -> None:
     """Go on in the background with the uploads to MLflow that did not end."""
     for output in search.outputs:
-        if pending_runs(output):
-            from orchestrator.tracking.uploader import resume_uploads  # its import takes a quarter of a second
-
-            resume_uploads(output)
+        tracking().resume(output)
 
 
 def _outputs_of(address: str) -> list[str]:
@@ -89,14 +88,15 @@ def run_on_cluster(verb: str, words: Sequence[str], address: str) -> int:
         The exit code.
 
     Raises:
-        ConfigError: there is no cluster, or it refuses the job.
+        ConfigError: there is no cluster, or it refuses the job; or the feature that sends jobs is missing.
     """
-    from orchestrator.driver.submit.job_submission import run_as_job
-
+    elsewhere = next(features.modules("elsewhere"), None)
+    if elsewhere is None:
+        raise ConfigError([f"--address={address}: no job can be sent there; type the verb on a node of the cluster"])
     only_address = argparse.ArgumentParser(add_help=False)
     only_address.add_argument("--address")
     _, others = only_address.parse_known_args(words)
     try:
-        return run_as_job(verb, others, address)
+        return int(elsewhere.run_as_job(verb, others, address))
     except ConnectionError as e:
         return refuse(verb, f"the connection to {address} was lost ({e})", code=CONNECTION_LOST)

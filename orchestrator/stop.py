@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from orchestrator import features
 from orchestrator.display.plain_text import refuse
 from orchestrator.driver.process.origin import who_asks
 from orchestrator.records.output_dir import refresh
@@ -87,16 +88,17 @@ def _stop_by_file(run_dir: RunDir, wait_s: float) -> int:
 
 def _stop_by_queue(options: argparse.Namespace, unreachable: Exception) -> int:
     """Cancel the run in the queue of the cluster; ``unreachable`` says why its directory cannot be used."""
-    from orchestrator.driver.queue.run_queue import QueueControl, QueueError
-
+    control = next(features.modules("control"), None)
+    if control is None:
+        return refuse("stop", unreachable)
     try:
-        with QueueControl(options.address) as queue:
+        with control.QueueControl(options.address) as queue:
             if not queue.has(options.run):
                 return refuse("stop", f"{unreachable}; nor is it in the queue of the cluster")
             name = queue.cancel(options.run)
             if _lasts(lambda: queue.has(options.run), options.wait):
                 return _still_runs(name)
-    except QueueError as e:
+    except control.QueueError as e:
         return refuse("stop", e)
     print(f"{name}: stopped through the queue of the cluster")
     return 0

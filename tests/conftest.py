@@ -39,12 +39,14 @@ from helpers.files.golden import Golden, remove_old_texts
 pytest.register_assert_rewrite("helpers.faults.check")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a model hub
+os.environ.setdefault("RAY_worker_niceness", "0")  # no run waits for the other tests
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="orchestrator-tests-")  # where runs remember what they compared
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 gc.disable()  # until the tests are collected: what that makes is no garbage, and takes long to look through
 
 HERE = Path(__file__).parent
+FEATURES = HERE.parent / "orchestrator/features"
 FOLDERS = ("unit", "features", "tracking", "command", "distributed", "gpu", "cluster", "ray")
 """In the order they run, as far as they depend on it:
 
@@ -60,8 +62,6 @@ LONGEST = ("ray", "distributed")
 """The folders with which the fast tier begins, so that at its end no process waits for a long test of the other."""
 WITHOUT_COMMAND = "not command"
 """In an expression of markers, it lets the folders in :data:`WHOLE` begin first."""
-RAYS_NICENESS = 15
-"""The default of ``RAY_worker_niceness``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -138,19 +138,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the markers that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_what_is_missing(config, items)
+    _take_turns(items)
     for item in items:
         folder = folder_of(item)
         if folder in FOLDERS:
             item.add_marker(folder)
         if folder in QUICK and not {"slow", "campaign"} & {marker.name for marker in item.iter_markers()}:
             item.add_marker("fast")
-    _take_turns(items)
     is_first_process = getattr(config, "workerinput", {}).get("workerid", "gw0") == "gw0"
     if config.option.renew_golden and is_first_process and not any("::" in arg for arg in config.args):
         remove_old_texts(items)
     first = WHOLE if _whole_first(config) else LONGEST if config.option.markexpr == "fast" else ()
     order = [*first, *FOLDERS]
     items.sort(key=lambda item: order.index(f) if (f := folder_of(item)) in FOLDERS else -1)
+
+
+def _leave_out_what_is_missing(config: pytest.Config, items: list[pytest.Item]) -> None:
+    there = {path.name for path in FEATURES.iterdir()}
+    missing = [item for item in items if not {n for mark in item.iter_markers("needs") for n in mark.args} <= there]
+    if missing:
+        config.hook.pytest_deselected(items=missing)
+        items[:] = [item for item in items if item not in {*missing}]
 
 
 def _take_turns(items: list[pytest.Item]) -> None:
@@ -179,13 +188,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries say at the exit what they have leaked
-
-
-@pytest.hookimpl(tryfirst=True)  # before fixtures start processes
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give process groups the niceness of Ray's workers, which would otherwise wait too long beside them."""
-    if _whole_first(item.config) and folder_of(item) == "distributed":
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), RAYS_NICENESS))
 
 
 def _whole_first(config: pytest.Config) -> bool:

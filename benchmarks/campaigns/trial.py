@@ -18,8 +18,8 @@ import orchestrator
 from helpers.faults.layouts import LAYOUTS as FAULT_LAYOUTS
 from helpers.faults.layouts import Layout, Tolerance
 from helpers.faults.outcome import Outcome, differences, leftovers, outcome_of
+from orchestrator.features.tracking.uri import sqlite_path
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.uri import sqlite_path
 
 STEPS = 30
 CHECKPOINT_EVERY = 10

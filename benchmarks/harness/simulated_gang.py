@@ -24,6 +24,7 @@ from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import ResourceWait
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.run import Run
+from orchestrator.features.tracking.uploader import RunUploader
 from orchestrator.planning.plan import Node, Plan, make_plan
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.core_metrics import SAMPLES_SEEN
@@ -43,7 +44,6 @@ from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
 from orchestrator.records.lock import this_process
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
 
 HOSTS = 2
 STEP_S = 0.2
@@ -413,7 +413,7 @@ def prepared_run(world_size: int, folder: Path, *words: str) -> tuple[Run, Watch
     )
     watcher = Watcher()
     events = EventStream([watcher], Redactor(), journal=Journal(run_dir))
-    uploader = Uploader.start(run_dir, replace(config.tracking, uri=None))
+    uploader = RunUploader.start(run_dir, replace(config.tracking, uri=None))
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, Redactor())
     code = WorkerCode(working_dir=None, py_modules=(), pip=())

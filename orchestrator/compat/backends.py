@@ -1,6 +1,6 @@
 """Which backend a process group has, and what torch's flight recorder has recorded of it.
 
-Imports nothing of ours, because a script that hangs reads this file too: see ``worker/script/at_start``. The private
+Imports nothing of ours, because a script that hangs reads this file too: see ``features/scripts/at_start``. The private
 parts of torch are checked with torch 2.11, 2.13 and 2.15.
 """
 

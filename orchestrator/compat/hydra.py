@@ -18,6 +18,7 @@ from hydra._internal.grammar.functions import FunctionCall, Functions
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import create_functions
 from hydra.core.override_parser.overrides_visitor import HydraErrorListener, HydraOverrideVisitor
@@ -29,6 +30,7 @@ from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer  # type: ignore[attr-defined]
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import VersionBase, setbase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper, get_yaml_loader
@@ -186,6 +188,17 @@ def opened(
             yield Hydra.create_main_hydra2(task_name="app", config_search_path=path)
     finally:
         sources[scheme] = before
+
+
+def also_search(directories: Sequence[Path]) -> None:
+    """Let every Hydra of this process, such as one that completes words for a shell, search ``directories`` too."""
+
+    class Also(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for directory in directories:
+                search_path.append("orchestrator", f"{FileConfigSource.scheme()}://{directory}")
+
+    Plugins.instance().register(Also)
 
 
 def compose_files(

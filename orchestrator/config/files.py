@@ -1,4 +1,4 @@
-"""The files that a command composes: those that ship, in ``conf/``, and those in a directory of the user."""
+"""The files that a command composes: those that ship, in ``conf/`` and in that of a feature, and those of the user."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from orchestrator import features
 from orchestrator.config.text import did_you_mean
 
 GROUPS = ("strategy", "job", "cluster", "tracking", "experiment")
@@ -27,6 +28,12 @@ def conf_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
+
+
+@functools.cache
+def shipped_dirs() -> tuple[Path, ...]:
+    """Return ``conf/``, and what is to be found beside it: the directories of the features."""
+    return (conf_dir(), *features.paths("conf"))
 
 
 def there(look: Callable[[], bool]) -> bool:
@@ -63,7 +70,7 @@ class Files:
     @property
     def directories(self) -> list[Path]:
         """Where files are looked for, in this order."""
-        return [conf_dir(), *([] if self.own is None else [self.own])]
+        return [*shipped_dirs(), *([] if self.own is None else [self.own])]
 
     def error(self) -> str | None:
         """Return what is wrong with the options; None if nothing is."""
@@ -103,8 +110,9 @@ class Files:
     def shadowed(self, read: Iterable[Path]) -> Iterator[tuple[Path, str]]:
         """Yield each file of the user in whose place one that ships was ``read``, and its name."""
         for path in read:
-            if self.own is not None and path.is_relative_to(conf_dir()):
-                hidden = self.own / path.relative_to(conf_dir())
+            shipped = next((directory for directory in shipped_dirs() if path.is_relative_to(directory)), None)
+            if self.own is not None and shipped is not None:
+                hidden = self.own / path.relative_to(shipped)
                 if hidden.is_file():
                     yield hidden, path.stem
 
@@ -159,7 +167,9 @@ def _shipped(path: Path) -> Mapping[str, Any]:
 @functools.cache
 def group_values(group: str, name: str) -> Mapping[str, Any]:
     """Return the keys that the file of a group that ships sets, with their values."""
-    values = _shipped(conf_dir() / group / f"{name}.yaml")
+    path = SHIPPED.find(group, name)
+    assert path is not None, f"{group}={name}"
+    values = _shipped(path)
     return {key: value for key, value in values.items() if key != FIXED}
 
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from orchestrator import features
 from orchestrator.compat.hydra import write_yaml, yaml_value
 from orchestrator.config.build import ConfigError
 from orchestrator.config.compose import StrategyConfigs, compose, composed_data
@@ -54,6 +55,9 @@ Train a PyTorch job on Ray actors; strategy=<name> selects how it is parallelise
 The command `orchestrator` is short for `python -m orchestrator.launch`.
 From Python: orchestrator.run(["strategy=ddp"])."""
 
+_OF_FEATURES = {" -m ": "several_runs.py", "strategy=auto": "choosing.py", "orchestrator submit": "verbs/submit.py"}
+"""What a line of the introduction has whose feature may not be here, and a file of that."""
+
 OPTIONS = """\
 Options
   -m, --multirun                          run every combination of values: a,b range(1,4) glob(*)
@@ -74,6 +78,11 @@ started; 3 all steps are done, but the last checkpoint or the upload of the reco
 129, 130 and 143 stopped by SIGHUP, SIGINT or SIGTERM, after a checkpoint if training had begun."""
 
 
+def _introduction() -> list[str]:
+    missing = [word for word, file in _OF_FEATURES.items() if not features.paths(file)]
+    return [line for line in INTRODUCTION.splitlines() if not any(word in line for word in missing)]
+
+
 def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str:
     """Return the help for the configuration with ``overrides``, as each strategy and job has keys of its own.
 
@@ -85,7 +94,7 @@ def help_text(overrides: Sequence[str], strategy_config: StrategyConfigs) -> str
     if config is None:
         raise ConfigError(errors)
     files = Files.of(overrides)
-    lines = [INTRODUCTION, "", "Groups (group=name)"]
+    lines = [*_introduction(), "", "Groups (group=name)"]
     lines += [_entry(group, ", ".join(choices(group, files))) for group in GROUPS]
     lines += ["", "Strategies"]
     lines += [_entry(name, summary("strategy", name, files)) for name in choices("strategy", files)]

@@ -9,10 +9,10 @@ from typing import Literal
 
 from orchestrator.config.build import option
 
-TENSORBOARD = "orchestrator.tracking.sinks.TensorBoard"
-"""The import path of the sink of ``tracking.tensorboard``."""
-SINKS = {"tensorboard": TENSORBOARD, "wandb": "orchestrator.tracking.wandb.Wandb"}
-"""The import paths of the sinks that have a word of their own."""
+TENSORBOARD = "tensorboard"
+"""The sink of ``tracking.tensorboard``."""
+SINKS = (TENSORBOARD, "wandb")
+"""The sinks that have a word of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,8 @@ class TrackingConfig:
 
     @property
     def all_sinks(self) -> tuple[str, ...]:
-        """The import paths of ``sinks`` and, with ``tensorboard``, of that."""
-        paths = [SINKS.get(sink, sink) for sink in self.sinks]
-        return tuple(dict.fromkeys([TENSORBOARD, *paths] if self.tensorboard else paths))
+        """The sinks, by word or import path; with ``tensorboard``, also that."""
+        return tuple(dict.fromkeys([TENSORBOARD, *self.sinks] if self.tensorboard else self.sinks))
 
     def __post_init__(self) -> None:
         for sink in self.sinks:

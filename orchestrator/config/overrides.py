@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from orchestrator.compat.hydra import element_text, own_hydra, parse_override
 from orchestrator.compat.hydra import quote_text as quote_text
 from orchestrator.config.build import ConfigError
-from orchestrator.config.files import GROUPS, Files, instead_of, is_option, options_of
+from orchestrator.config.files import GROUPS, SHIPPED, Files, instead_of, is_option, options_of
 from orchestrator.config.job_source import classes_beside
 from orchestrator.config.redact import MASK, Redactor, stands_for_secret
 from orchestrator.config.secret_names import is_secret
@@ -262,8 +262,9 @@ def _of_file(name: str) -> str:
     """Return how a file with code of the user is launched."""
     if classes := classes_beside(name):
         return f"name the class, as in job={classes[0]}"
+    of_job = "for a job in it, name the class, as in job=<module>.<class>"
     return (
-        f"to run a script, `orchestrator torchrun {name}`; for a job in it, name the class, as in job=<module>.<class>"
+        f"to run a script, `orchestrator torchrun {name}`; {of_job}" if SHIPPED.find("strategy", "script") else of_job
     )
 
 

@@ -7,8 +7,9 @@ not say what is trained are in :mod:`orchestrator.config.operation`. Neither imp
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from orchestrator.config.build import option
 from orchestrator.config.eval_splits import TRAIN, check_metric, check_splits, metric_prefix
@@ -224,9 +225,20 @@ class CheckpointConfig:
 class StrategyConfig:
     """The keys that every strategy has. Strategies add their own in :mod:`orchestrator.strategies.keys`.
 
+    Attributes:
+        implied: the keys that this strategy sets, unless they are given.
+        named_after: the key with a file after which a run is named, unless it is given a name; None if there is none.
+        unread: the beginnings of keys that this strategy does not read, and refuses.
+        why_unread: why, and what to do.
+
     Raises:
         ValueError: ``num_workers`` is a range that the strategy does not support, or not a valid range.
     """
+
+    implied: ClassVar[Mapping[str, str]] = {}
+    named_after: ClassVar[str | None] = None
+    unread: ClassVar[tuple[str, ...]] = ()
+    why_unread: ClassVar[str] = ""
 
     name: str
     num_workers: int | Literal["auto"] | tuple[int, int] = option(
@@ -244,6 +256,11 @@ class StrategyConfig:
     @property
     def elastic(self) -> bool:
         """Whether ``num_workers`` may be a range."""
+        return False
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether another strategy is chosen in place of this one before the run starts."""
         return False
 
     @property

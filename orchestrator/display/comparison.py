@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.planning.mesh import recorded_mesh
-from orchestrator.protocol.core_metrics import LOSS, SAMPLES_SEEN
+from orchestrator.protocol.core_metrics import LOSS, SAMPLES_PER_S, SAMPLES_SEEN
 from orchestrator.protocol.metrics import MetricSpec, from_record, summary_value
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
 
+RATE = SAMPLES_PER_S.summaries[0].key
+FINAL_LOSS = LOSS.summaries[0].key
 CURVE_METRICS = (LOSS.name, SAMPLES_SEEN.name)
 """The metrics that :func:`curve_of` needs."""
 NO_EFFECT = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,6 @@ from orchestrator.config.text import plain
 from orchestrator.display.plain_text import count, duration, first_line, number, rate
 from orchestrator.planning.mesh import recorded_mesh
 from orchestrator.protocol.metrics import describe_sharing, summary_value, waited_s
-from orchestrator.records.json_file import read_json
-from orchestrator.records.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,44 +154,3 @@ def _limits(end: RunEnd) -> Iterator[str]:
 def run_page(page: str, run_id: str) -> str:
     """Return the address of a run in MLflow; ``page``: that of the charts with it."""
     return f"{page.partition('?')[0]}/{run_id}?workflowType=machine_learning"  # without it, MLflow shows those of LLMs
-
-
-def choice_in_words(run_dir: RunDir) -> str:
-    """Return in Markdown which strategy was chosen for a run, with the report; empty if it was not chosen by ``auto``.
-
-    Raises:
-        OSError: the report cannot be read.
-        ValueError: the record of the choice is damaged.
-    """
-    choice = read_json(run_dir.choice_record)
-    return f"{describe_choice(choice)}\n\n{run_dir.choice_report.read_text().strip()}" if choice else ""
-
-
-def describe_choice(choice: Mapping[str, Any]) -> str:
-    """Return in Markdown which strategy ``strategy=auto`` chose, which was the next best, and the step times of both.
-
-    Args:
-        choice: the contents of ``auto.json``.
-    """
-    able = [contender for contender in choice["contenders"] if not contender["refused"]]
-    (winner,) = (contender for contender in able if contender["overrides"] == choice["overrides"])
-    rivals = sorted((contender for contender in able if contender is not winner), key=_known_step_ms)
-    text = f"`strategy=auto` chose {_contender(winner)}"
-    return f"{text}; the next best is {_contender(rivals[0])}." if rivals else f"{text}, the only one that fits."
-
-
-def _known_step_ms(contender: Mapping[str, Any]) -> tuple[bool, float]:
-    """A sort key: measured times before predicted ones, which a measurement may have refuted."""
-    measured_ms, prediction = contender["measured_ms"], contender["prediction"]
-    if measured_ms is not None:
-        return False, measured_ms
-    return True, math.inf if prediction is None else prediction["step_ms"]
-
-
-def _contender(contender: Mapping[str, Any]) -> str:
-    times = []
-    if (prediction := contender["prediction"]) is not None:
-        times.append(f"predicted {prediction['step_ms']:.3g} ms a step")
-    if (measured_ms := contender["measured_ms"]) is not None:
-        times.append(f"measured {measured_ms:.3g} ms")
-    return f"**{contender['name']}**" + (f" ({', '.join(times)})" if times else "")

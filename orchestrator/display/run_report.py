@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
+from orchestrator import features
 from orchestrator.config.eval_splits import VAL, metric_prefix
 from orchestrator.config.text import path_override
 from orchestrator.display.plain_text import count, duration, first_line, number, rate, size
@@ -222,8 +223,9 @@ def _next_commands(
     if resumable and command and not command.startswith(_PYTHON_CALL):
         words = [word for word in shlex.split(command) if not word.startswith("resume=")]
         yield shlex.join([*words, path_override("resume", run_dir.location)])
-    sweep = record.get("sweep") or {}
-    chosen = ("--sweep", sweep["id"][:8]) if sweep else ("--last", "5")
-    yield verb("compare", *chosen, *search_options(OutputDir.containing(run_dir)))
+    if features.paths("verbs/compare.py"):
+        sweep = record.get("sweep") or {}
+        chosen = ("--sweep", sweep["id"][:8]) if sweep else ("--last", "5")
+        yield verb("compare", *chosen, *search_options(OutputDir.containing(run_dir)))
     if record.get("mlflow_run_id") is None and (record.get("tracking") or {}).get("uri"):
         yield verb("sync", run_dir.location)

@@ -21,9 +21,10 @@ from orchestrator.config.overrides import choosing, quote_text, values, with_str
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
-from orchestrator.driver.auto.decision import Decision, chosen_before
+from orchestrator.driver.choosing import Choice, chooser
 from orchestrator.driver.code import shipped_code
 from orchestrator.driver.code.worker_code import PickledJob, job_override, pickle_job, worker_variables
+from orchestrator.driver.loops import Loop
 from orchestrator.driver.nodes.node_reports import with_memory_here
 from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.debugging import ALONE, in_one_process, note_of, with_one_rank
@@ -31,15 +32,12 @@ from orchestrator.driver.preflight.epochs import few_evaluations, in_steps
 from orchestrator.driver.preflight.resume import Resume, find_resume, find_source
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors, plain_fields
 from orchestrator.driver.process import cluster
-from orchestrator.driver.sweep.sweep import Sweep
+from orchestrator.driver.process.uploads import unmet_keys
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
 from orchestrator.strategies import registry
 from orchestrator.strategies.external.job import Script
-
-AUTO = "auto"
-"""The strategy that chooses another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class CheckedRun:
         resume: the run to continue; None for a new one.
         seen: the directories of the runs that were searched for one to continue.
         sizes: None until the cluster is joined, if its nodes decide.
-        decision: how ``strategy=auto`` has chosen the strategy; None if it has not.
+        choice: how the strategy was chosen; None if it was given.
         source: another run, whose checkpoint this one begins with; None if there is none.
         notes: remarks for the user.
     """
@@ -64,14 +62,9 @@ class CheckedRun:
     warnings: tuple[str, ...]
     redactor: Redactor
     given: PickledJob | None
-    decision: Decision | None = None
+    choice: Choice | None = None
     source: Resume | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the strategy is still to be chosen."""
-        return self.config.strategy.name == AUTO
 
     @property
     def scripts(self) -> frozenset[Path]:
@@ -87,7 +80,7 @@ class CheckedRun:
 
     @property
     def max_cpus(self) -> float:
-        """The most CPUs of the run, and of those that ``strategy=auto`` measures, on a Ray of its own."""
+        """The most CPUs of the run, and of those that measure for a choice, on a Ray of its own."""
         assert self.sizes is not None
         options, largest = self.config.strategy, self.sizes.largest
         extra = registry.load(options.name).extra_processes(options, largest.world_size)
@@ -98,7 +91,7 @@ def check_all(
     runs: Sequence[Sequence[str]],
     redactor: Redactor | None = None,
     job: Job | type[Job] | None = None,
-    sweep: Sweep | None = None,
+    loop: Loop | None = None,
 ) -> list[CheckedRun]:
     """Check all runs, each given by its overrides, before the first one starts.
 
@@ -106,7 +99,7 @@ def check_all(
         runs: the overrides of each run.
         redactor: learns the secrets of all runs; None to use a new one.
         job: the job of all runs, if it is given as an object.
-        sweep: the sweep that the runs belong to, which may leave out runs with errors.
+        loop: executes the runs, and may leave out those with errors.
 
     Raises:
         ConfigError: with the errors of all of them.
@@ -119,25 +112,25 @@ def check_all(
         run_errors: list[str] = []
         checked_run = _check(overrides, address_error, run_errors, redactor, job)
         run_errors = list(dict.fromkeys(redactor.text(error) for error in placed(overrides, run_errors)))
-        if sweep is not None and run_errors and sweep.leaves_out(overrides, run_errors):
+        if loop is not None and run_errors and loop.leaves_out(overrides, run_errors):
             continue
         errors += run_errors
         if checked_run is not None:
             checked_runs.append(checked_run)
-    if sweep is not None and not checked_runs:
-        errors += sweep.errors
+    if loop is not None and not checked_runs:
+        errors += loop.errors
     if errors:
         raise ConfigError(errors)
     return checked_runs
 
 
 def planned_on(
-    nodes: tuple[Node, ...], checked_runs: Sequence[CheckedRun], sweep: Sweep | None
+    nodes: tuple[Node, ...], checked_runs: Sequence[CheckedRun], loop: Loop | None
 ) -> list[tuple[CheckedRun, Sizes]]:
     """Plan every run on the nodes of a cluster.
 
     Raises:
-        ConfigError: some runs do not fit them, and are not left out of a sweep.
+        ConfigError: some runs do not fit them, and are not left out.
     """
     errors: list[str] = []
     planned: list[tuple[CheckedRun, Sizes]] = []
@@ -146,10 +139,10 @@ def planned_on(
         sizes = plan_sizes(checked_run.config, checked_run.job, nodes, run_errors, oversubscribe_cpus=False)
         if sizes is not None and not run_errors:
             planned.append((checked_run, sizes))
-        elif sweep is None or not sweep.leaves_out(checked_run.overrides, run_errors):
+        elif loop is None or not loop.leaves_out(checked_run.overrides, run_errors):
             errors += run_errors
-    if sweep is not None and not planned:
-        errors += sweep.errors
+    if loop is not None and not planned:
+        errors += loop.errors
     if errors:
         raise ConfigError(errors)
     return planned
@@ -164,7 +157,7 @@ def this_machine() -> Node:
 
 
 def with_choice(overrides: Sequence[str], config: Config, chosen: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides of a run with ``strategy=auto`` that has made its choice; it keeps its name."""
+    """Return the overrides of a run with the strategy that was chosen for it; it keeps its name."""
     found = config.name is None and config.resume not in ("never", "auto")  # by another name than its own, maybe
     name = () if found or "name" in values(overrides) else (f"name={quote_text(config.run_name)}",)
     return (*with_strategy(overrides, chosen), *name)
@@ -201,7 +194,7 @@ def _check(
         config = replace(config, job=replace(config.job, fields=plain_fields(job)))
     paths = config or _paths_config(overrides)
     if paths is not None:
-        errors += environment_errors(absolute_paths(paths))
+        errors += [*unmet_keys(values(overrides)), *environment_errors(absolute_paths(paths))]
     if config is None:
         return None
     config = absolute_paths(config)
@@ -228,9 +221,10 @@ def _check(
         resume = find_resume(config, tried, warnings=warnings, redactor=redactor, seen=seen, words=typed)
     if resume is not None and (kept := resume.run_dir.read_record().get("name")) is not None:
         config = replace(config, name=str(kept))
-    if resume is not None and config.strategy.name == AUTO:
-        if (chosen := chosen_before(resume.run_dir)) is None:
-            errors.append(f"resume={config.resume}: strategy=auto did not choose its strategy; give strategy=<name>")
+    if resume is not None and config.strategy.is_choice:
+        if (chosen := chooser().chosen_before(resume.run_dir)) is None:
+            reason = f"strategy={config.strategy.name} did not choose its strategy; give strategy=<name>"
+            errors.append(f"resume={config.resume}: {reason}")
             return None
         return _check(with_choice(typed, config, chosen), address_error, errors, redactor, job_argument)
     if resume is not None:
@@ -243,8 +237,8 @@ def _check(
     if source is not None and config.evaluate is not None:
         tracking = replace(config.tracking, log_model=False, log_dataset=False)
         config = replace(config, train=source.train, tracking=tracking)
-        if config.strategy.name == AUTO:
-            errors.append("strategy=auto: it measures training; choose another strategy for evaluate")
+        if config.strategy.is_choice:
+            errors.append(f"strategy={asked}: it measures training; choose another strategy for evaluate")
     if job is not None and (wrong := unknown_split(config.train.eval_splits, job.split_names)) is not None:
         errors.append(wrong)
     address = None if config.debug else cluster.target_address(config.cluster)
@@ -283,7 +277,7 @@ def _with_one_rank(config: Config) -> Config | None:
     def plan(config: Config, errors: list[str]) -> Sizes | None:
         return plan_sizes(config, None, here, errors, oversubscribe_cpus=True)
 
-    return None if config.strategy.name == AUTO else with_one_rank(config, plan)
+    return None if config.strategy.is_choice else with_one_rank(config, plan)
 
 
 def _paths_config(overrides: Sequence[str]) -> Config | None:

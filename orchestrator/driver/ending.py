@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -12,14 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from orchestrator.config.operation import TENSORBOARD, TrackingConfig
+from orchestrator import features
+from orchestrator.config.operation import TrackingConfig
 from orchestrator.config.redact import Redactor
 from orchestrator.display.limits import what_limited
 from orchestrator.display.plain_text import first_line
 from orchestrator.display.rate_finder import draw, find
-from orchestrator.display.run_end import choice_in_words, describe_run, run_page
+from orchestrator.display.run_end import describe_run, run_page
 from orchestrator.driver.process.origin import Origin
 from orchestrator.driver.process.run_context import EventStream, RunResult
+from orchestrator.driver.process.uploads import Upload, Uploader, tracking_keys
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.run_state import RESULT_LOST
@@ -32,10 +32,6 @@ from orchestrator.records.run_dir import RunDir
 from orchestrator.records.run_search import search_options
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.timeline import trace
-from orchestrator.tracking import wandb
-from orchestrator.tracking.sinks import folder_of
-from orchestrator.tracking.uploader import Upload, Uploader
-from orchestrator.tracking.uri import page_command
 
 _NEWEST_RUNS = 20
 PROMPT_WAIT_S = 0.5
@@ -147,7 +143,7 @@ class RunEnding:
             record = self.run_dir.read_record()
             paragraphs = [
                 describe_run(record, summary, status=result.status, reason=result.reason),
-                choice_in_words(self.run_dir),
+                *(found.in_words(self.run_dir) for found in features.modules("run_words")),
             ]
             self.run_dir.update_record(description="\n\n".join(filter(None, paragraphs)))
 
@@ -230,17 +226,15 @@ class RunEnding:
         commands = [self.resume_command] if not is_over and self._has_checkpoint() else []
         if needs_sync:
             commands.append(self.origin.verb("sync", self.run_dir.location))
-        if self.run_dir.remote is None and (sync := wandb.sync_command(self.run_dir.sinks)) is not None:
-            commands.append(sync)
+        keys = tracking_keys()
+        commands += keys.sync_commands(self.run_dir)
         if self.in_sweep:
             return tuple(commands)
         output = OutputDir.containing(self.run_dir)
-        if is_over or (result.summary.get("steps") and _may_compare(output)):
+        if features.paths("verbs/compare.py") and (is_over or (result.summary.get("steps") and _may_compare(output))):
             commands.append(compare_command(self.origin, output))
-        commands += commands_for_page(self.tracking, self.origin)
-        if not self.origin.remote and (self.run_dir.sinks / folder_of(TENSORBOARD)).is_dir():
-            commands.append(shlex.join(["tensorboard", "--logdir", str(output.path)]))
-        return tuple(commands)
+        commands += keys.page_commands(self.tracking, self.origin)
+        return (*commands, *keys.event_file_commands(self.run_dir, self.origin))
 
 
 def _may_compare(output: OutputDir) -> bool:
@@ -266,11 +260,3 @@ def compare_command(origin: Origin, output_dir: OutputDir) -> str:
     """Return the command that compares the newest runs in ``output_dir``."""
     no_picture = ["--no-picture"] if origin.remote else []  # it would stay on the machine of the driver
     return origin.verb("compare", "--last", "5", *search_options(output_dir), *no_picture)
-
-
-def commands_for_page(tracking: TrackingConfig, origin: Origin) -> list[str]:
-    """Return the command that serves the page of MLflow; none if a server does."""
-    if tracking.uri is None or not tracking.uri.startswith("sqlite"):
-        return []
-    where = f"on {socket.gethostname()}: " if origin.remote else ""
-    return [f"{where}{page_command(tracking.uri)}"]

@@ -11,10 +11,10 @@ import ray
 
 from orchestrator.driver.checked_runs import CheckedRun, planned_on, this_machine
 from orchestrator.driver.code.worker_code import CodeCache
+from orchestrator.driver.loops import Loop
 from orchestrator.driver.nodes.node_reports import fit_nodes, nodes_to_plan_on
 from orchestrator.driver.process import cluster
 from orchestrator.driver.reporting import job_metadata
-from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.planning.plan import Node
 from orchestrator.policy.elastic import Sizes
 from orchestrator.policy.node_check import exposure_warning
@@ -23,7 +23,7 @@ from orchestrator.records.sweep_dir import membership
 
 @contextlib.contextmanager
 def ray_of(
-    checked_runs: Sequence[CheckedRun], sweep: Sweep | None, codes: CodeCache
+    checked_runs: Sequence[CheckedRun], loop: Loop | None, codes: CodeCache
 ) -> Iterator[tuple[tuple[Node, ...], list[tuple[CheckedRun, Sizes]]]]:
     """Connect to one Ray for all runs; yields its nodes, and the runs with their sizes on them.
 
@@ -37,7 +37,7 @@ def ray_of(
     metadata = job_metadata([c.config for c in checked_runs], checked_runs[0].redactor)
     if address is not None and config.plan:
         nodes = nodes_to_plan_on(config.cluster, address)
-        yield nodes, planned_on(nodes, checked_runs, sweep)
+        yield nodes, planned_on(nodes, checked_runs, loop)
         return
     if address is not None:
         with cluster.connected(address, metadata=metadata):
@@ -50,7 +50,7 @@ def ray_of(
             nodes = fit_nodes(
                 nodes, config.cluster, job_modules=modules, code=codes.get(config.cluster, checked_runs[0].scripts)
             )
-            yield nodes, planned_on(nodes, checked_runs, sweep)
+            yield nodes, planned_on(nodes, checked_runs, loop)
         return
     machine = this_machine()
     planned = [(c, c.sizes) for c in checked_runs if c.sizes is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from orchestrator import features
 from orchestrator.compat.ray.gcs import add_job_metadata
 from orchestrator.compat.ray_job import submission_id
 from orchestrator.config.build import ConfigError
@@ -18,24 +20,25 @@ from orchestrator.config.schema import Config
 from orchestrator.config.text import path_override
 from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
-from orchestrator.display.plain_text import count
 from orchestrator.display.report import plan_table
-from orchestrator.driver.auto.decision import NotMeasuredError
+from orchestrator.driver.brief_runs import remove_run, shortened, without_samples
 from orchestrator.driver.checked_runs import CheckedRun, planned_on, with_choice, with_shared_cores
+from orchestrator.driver.choosing import Choice, NotMeasuredError, chooser
 from orchestrator.driver.code.worker_code import CodeCache, WorkerCode, pickle_job
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.joined_ray import ray_of
+from orchestrator.driver.loops import Loop, PlannedRun
+from orchestrator.driver.orphans import recover_orphans
 from orchestrator.driver.preflight.record import command_line, open_run, settings_for_name
 from orchestrator.driver.preflight.run_config import output_dir, tracking_note
 from orchestrator.driver.process.origin import report_end, report_run, this_origin
 from orchestrator.driver.process.run_context import EventStream, RunContext, RunResult, RunSpec, Silent
 from orchestrator.driver.process.signals import StopRequests, StopSignals, stop_wait_warning
-from orchestrator.driver.queue.queue_place import queue_entry
+from orchestrator.driver.process.turns import turns_of
+from orchestrator.driver.process.uploads import Uploader, tracking
 from orchestrator.driver.reporting import JobStateSink, PrometheusSink, RecordUpload, enter_output
 from orchestrator.driver.run.run import Run
 from orchestrator.driver.run.worker_reports import take_left_reports
-from orchestrator.driver.sweep.side_by_side import num_at_once, run_side_by_side
-from orchestrator.driver.sweep.sweep import Sweep
 from orchestrator.job import Job
 from orchestrator.planning.plan import Node, Plan
 from orchestrator.policy.elastic import Sizes
@@ -46,10 +49,8 @@ from orchestrator.records.lock import end_with_parent
 from orchestrator.records.run_search import active_namesakes, namesake_warning
 from orchestrator.records.sweep_dir import membership
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader, recover_orphans
 
 if TYPE_CHECKING:
-    from orchestrator.driver.auto.chooser import Chooser
     from orchestrator.driver.debug.debug_run import DebugRun
 
 
@@ -70,7 +71,7 @@ def run_all(
     checked_runs: Sequence[CheckedRun],
     stop: StopSignals,
     *,
-    sweep: Sweep | None = None,
+    loop: Loop | None = None,
     part_of: Mapping[str, str] | None = None,
     started_at: float | None = None,
     watcher: Sink | None = None,
@@ -79,14 +80,14 @@ def run_all(
 
     Args:
         checked_runs: what :func:`check_all` returned.
-        sweep: the sweep that the runs belong to.
+        loop: executes the runs; None for a single one.
         part_of: the id and name of the sweep in whose records the only run is, with its number; None to ask the process
             that has started this one.
         started_at: when the first run was requested, in seconds since the epoch; None for now.
         watcher: receives the events of the runs too.
 
     Returns:
-        The results of the runs that were started. In a sweep, a run that could not be started has none.
+        The results of the runs that were started. In a loop, a run that could not be started has none.
 
     Raises:
         ConfigError: the cluster cannot be joined, or a plan does not fit it; nothing was started.
@@ -97,10 +98,10 @@ def run_all(
     started_at = time.time() if started_at is None else started_at
     if part_of is None and (part_of := membership()) is not None:
         end_with_parent(signal.SIGTERM)
-    with CodeCache() as codes, ray_of(checked_runs, sweep, codes) as (nodes, planned):
+    with CodeCache() as codes, ray_of(checked_runs, loop, codes) as (nodes, planned):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=watcher)
         if checked_runs[0].config.plan:
-            _print_plans(launch, planned, sweep)
+            _print_plans(launch, planned, loop)
             return []
         stop.exit_at_once = False
         if stop.received is not None:
@@ -108,53 +109,42 @@ def run_all(
         resumed = [c.resume.run_dir for c in checked_runs if c.resume is not None]
         if not checked_runs[0].config.debug:  # which starts no process
             recover_orphans(output_dir(checked_runs[0].config), resumed=resumed)
-        if sweep is not None:
-            if (parallel := checked_runs[0].config.sweep.parallel) == "auto":
-                plans = [sizes.initial for _, sizes in planned]
-                parallel = 1 if checked_runs[0].embeds_ray else num_at_once(plans, nodes)
-            sweep.at_once = parallel
-            sweep.begin([checked_run.overrides for checked_run, _ in planned])
-        if sweep is not None and sweep.at_once > 1:
-            return run_side_by_side([checked_run.overrides for checked_run, _ in planned], sweep, stop)
-        if sweep is None:
+        if loop is None:
             ((checked_run, sizes),) = planned
             return [_execute(launch, checked_run, sizes, sweep=part_of, started_at=started_at)]
-        runs = [
-            (c.overrides, functools.partial(_execute, launch, c, sizes, started_at=None if number else started_at))
-            for number, (c, sizes) in enumerate(planned)
-        ]
-        return sweep.run_in_turn(runs, stop)
+        runs = []
+        for number, (c, sizes) in enumerate(planned):
+            execute = functools.partial(_execute, launch, c, sizes, started_at=None if number else started_at)
+            runs.append(PlannedRun(checked=c, sizes=sizes, execute=execute))
+        return loop.execute(runs, nodes, stop)
 
 
-def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], sweep: Sweep | None) -> None:
-    """Print the plan of each run; with ``strategy=auto``, the plan of the best prediction."""
-    from orchestrator.driver.forecasts import speed_note  # imports what only plans need
-
+def _print_plans(launch: _Launch, planned: Sequence[tuple[CheckedRun, Sizes]], loop: Loop | None) -> None:
+    """Print the plan of each run; if its strategy is chosen, the plan of the best prediction."""
     for checked_run, sizes in planned:
-        if sweep is not None:
-            sweep.say(f"\n{sweep.title_of(checked_run.overrides)}")
+        if loop is not None:
+            loop.say(f"\n{loop.title_of(checked_run.overrides)}")
         config = checked_run.config
-        if checked_run.is_auto:
-            decision = _chooser(launch, checked_run, sizes.initial).choose(measure=False)
-            print(decision.text)
-            sizes, config = decision.sizes, decision.config
-        print(plan_table(sizes.initial, launch.nodes))
-        speed = speed_note(config, checked_run.job, sizes.initial, launch.nodes)
-        for note in (*([speed] if speed else []), *tracking_note(checked_run.config)):
+        if config.strategy.is_choice:
+            choice = _choice(launch, checked_run, sizes.initial, measure=False)
+            print(choice.text)
+            sizes, config = choice.sizes, choice.config
+        plan = sizes.initial
+        print(plan_table(plan, launch.nodes))
+        predicted = [f.notes(config, checked_run.job, plan, launch.nodes) for f in features.modules("plan_notes")]
+        for note in (*itertools.chain.from_iterable(predicted), *tracking_note(checked_run.config)):
             print(f"  note: {note}")
         for warning in checked_run.warnings:
             print(f"  warning: {warning}")
 
 
-def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
-    """Return what chooses the strategy of ``checked_run``; ``plan``: on as many workers as it may have."""
-    from orchestrator.driver.auto.chooser import Chooser  # imports every strategy, which takes seconds
+def _choice(launch: _Launch, checked_run: CheckedRun, plan: Plan, *, measure: bool) -> Choice:
+    """Choose the strategy of ``checked_run``; ``plan``: on as many workers as it may have."""
 
     def run(config: Config, plan: Plan, job: Job) -> RunResult:
-        print(f"auto measures strategy={plan.strategy} on {count(plan.world_size, 'worker')}", flush=True)
         return _execute_briefly(launch, checked_run, config, plan, job, Silent())
 
-    return Chooser(
+    return chooser().choose(
         checked_run.config,
         checked_run.job,
         plan,
@@ -162,6 +152,7 @@ def _chooser(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> Chooser:
         run,
         redactor=checked_run.redactor,
         oversubscribe_cpus=checked_run.embeds_ray,
+        measure=measure,
     )
 
 
@@ -185,8 +176,6 @@ def brief_runs(
 
     ``folder``: the directory below ``output_dir`` in which the runs are until they end.
     """
-    from orchestrator.driver.auto.brief_runs import remove_run, shortened, without_samples
-
     with CodeCache() as codes, ray_of([checked_run], None, codes) as (nodes, _):
         launch = _Launch(nodes=nodes, codes=codes, stop=stop, watcher=None)
         stop.exit_at_once = False
@@ -202,11 +191,11 @@ def brief_runs(
 
 
 def _chosen(launch: _Launch, checked_run: CheckedRun, plan: Plan) -> tuple[CheckedRun, Sizes]:
-    """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Chooser.choose`."""
-    decision = _chooser(launch, checked_run, plan).choose()
-    print(decision.text, flush=True)
-    overrides = with_choice(checked_run.overrides, checked_run.config, decision.overrides)
-    return replace(checked_run, overrides=overrides, config=decision.config, decision=decision), decision.sizes
+    """Choose the strategy, show why, and return the run that trains with it. Raises like :meth:`Choosing.choose`."""
+    choice = _choice(launch, checked_run, plan, measure=True)
+    print(choice.text, flush=True)
+    overrides = with_choice(checked_run.overrides, checked_run.config, choice.overrides)
+    return replace(checked_run, overrides=overrides, config=choice.config, choice=choice), choice.sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +221,7 @@ def _execute(
     started_at: float | None,
     console: Sink | None = None,
 ) -> RunResult:
-    """Execute one run, whose strategy is chosen first if it is ``auto``.
+    """Execute one run, whose strategy may have to be chosen first.
 
     Args:
         launch: what it shares with the other runs.
@@ -247,7 +236,7 @@ def _execute(
         KeyboardInterrupt, SystemExit: see :class:`StopSignals`.
     """
     started_at = time.time() if started_at is None else started_at
-    if checked_run.is_auto and console is None:
+    if checked_run.config.strategy.is_choice and console is None:
         try:
             checked_run, sizes = _chosen(launch, checked_run, sizes.initial)
         except NotMeasuredError as e:
@@ -317,8 +306,8 @@ def _opened(
     add_job_metadata({"run_dir": run_dir.location})
     if not config.debug:
         enter_output(run_dir, redactor)
-    if checked_run.decision is not None:
-        checked_run.decision.write_to(run_dir)
+    if checked_run.choice is not None:
+        checked_run.choice.write_to(run_dir)
     lease = Lease(run_dir)
     records = RecordUpload(run_dir, lease, config.storage, redactor)
     chosen = ChosenMetrics.of(config)
@@ -334,7 +323,7 @@ def _opened(
         chosen.look_back(read_metrics(run_dir), up_to_step=resume.step)
     namesakes = active_namesakes(run_dir)
     sweep_id = None if sweep is None else sweep["id"]
-    queued = queue_entry(config, sizes, run_dir, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
+    turns = turns_of(config, sizes, run_dir, redactor, run_uid=uid, submitted_at=started_at, sweep=sweep_id)
     spec = RunSpec(
         config=with_shared_cores(config, processes_per_core=sizes.largest.processes_per_core),
         sizes=sizes,
@@ -347,12 +336,12 @@ def _opened(
         tokens_per_sample=checked_run.job.tokens_per_sample,
         secrets=tuple(redactor.secrets),
         pickled_job=None if checked_run.given is None else checked_run.given.data,
-        queue_entry=redactor.data(queued, by_key=False),
+        turns=turns,
         checked_nodes=frozenset(node.node_id for node in launch.nodes),
         known_namesakes=frozenset(namesakes),
     )
     runs_script = registry.load(config.strategy.name).runs_script
-    uploader = Uploader.start(run_dir, config.tracking, redactor.secrets, shared=runs_script)
+    uploader = tracking().start(run_dir, config.tracking, redactor.secrets, shared=runs_script)
     resume_command = command_line(
         (*checked_run.overrides, path_override("resume", run_dir.location)), redactor, job=as_job, origin=origin
     )

@@ -1,4 +1,4 @@
-"""The keys of every strategy, by the dimensions that they open. Imports no torch, so that a typo is answered at once.
+"""The keys of the strategies, by the dimensions that they open. Imports no torch, so that a typo is answered at once.
 
 The default values are in ``conf/strategy/<name>.yaml``. A preset is such a file alone: it opens keys of a mesh, whose
 values are in ``conf/mesh/``, and may have ``fixed`` ones.
@@ -18,7 +18,6 @@ from orchestrator.config.files import group_values, preset_values
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.config.synonyms import SIZES
 from orchestrator.planning.mesh import TOGETHER
-from orchestrator.tuning.choice import StrategyName
 
 Pairs = Literal["auto"] | tuple[str, ...]
 """What is divided: what is found, or pairs as ``q + k + v -> out``, with the names of layers in a block."""
@@ -202,90 +201,5 @@ def mesh_config(preset: str, **given: Any) -> MeshConfig:
     return MeshConfig(**{SIZES.get(name, name): value for name, value in values.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPConfig(StrategyConfig):
-    """The keys of ``dp``."""
-
-    name: Literal["dp"]
-    loss_on: Literal["device0", "replicas"] = option(
-        "device0: outputs are gathered there and the loss computed; replicas: each computes its own"
-    )
-    verbose: bool = option("print the sizes inside the replicas and outside into the worker's log")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HogwildConfig(StrategyConfig):
-    """The keys of ``hogwild``."""
-
-    name: Literal["hogwild"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LockedSGDConfig(StrategyConfig):
-    """The keys of ``locked_sgd``."""
-
-    name: Literal["locked_sgd"]
-    lock: Literal["step", "update"] = option(
-        "step: one worker at a time reads, computes and updates; update: one at a time updates"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterServerConfig(StrategyConfig):
-    """The keys of ``parameter_server``."""
-
-    name: Literal["parameter_server"]
-    num_shards: int = option(
-        "parameter servers, in addition to the workers, each with an equal share of the parameters",
-        minimum=1,
-    )
-    consistency: Literal["sync", "async"] = option(
-        "when gradients are applied; sync: the gradients of all workers together, as in ddp; async: each as it arrives"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoConfig(StrategyConfig):
-    """The keys of ``auto``."""
-
-    name: Literal["auto"]
-    candidates: tuple[StrategyName, ...] = option("the strategies to choose from")
-    schedules: tuple[ScheduleName, ...] = option("the pipeline schedules to choose from")
-    measured: int = option(
-        "candidates to measure at least, those with the best predictions; then each one that is predicted to be faster "
-        "than the best of them; 0: trust the prediction",
-        minimum=0,
-    )
-    measured_steps: int = option("steps for which each of them is measured", minimum=1)
-    profile: Literal["reuse", "fresh"] = option(
-        "reuse: take the measurements of an earlier run of this job with these sizes on this hardware, if there are any"
-    )
-
-    @property
-    def with_servers(self) -> bool:
-        """Whether a candidate has parameter servers."""
-        return "parameter_server" in self.candidates
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptConfig(StrategyConfig):
-    """The keys of ``script``."""
-
-    name: Literal["script"]
-
-    @property
-    def elastic(self) -> bool:
-        return True
-
-
 PRESETS = ("single", "ddp", "fsdp", "hsdp", "model_parallel", "pipeline", "ddp_pipeline", "fsdp_pipeline", "mesh")
 """The products of dimensions that have a name."""
-BY_STRATEGY: Mapping[str, type[StrategyConfig]] = {
-    **dict.fromkeys(PRESETS, MeshConfig),
-    "dp": DPConfig,
-    "hogwild": HogwildConfig,
-    "locked_sgd": LockedSGDConfig,
-    "parameter_server": ParameterServerConfig,
-    "auto": AutoConfig,
-    "script": ScriptConfig,
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 from torch import nn
 
@@ -23,6 +24,11 @@ class Rules(LayoutRules[Keys], abc.ABC):
     @abc.abstractmethod
     def trainer(cls, options: Keys, mesh: Mesh, job: Job) -> type[Strategy]:
         """Return the class that trains ``job`` on the ranks of ``mesh``."""
+
+    @classmethod
+    def worker(cls, *, debug: bool) -> type[Any] | None:
+        """Return the class of its workers, in ``debug`` of the one in this process; None for the training loop."""
+        return None
 
     @classmethod
     def create(cls, context: Context, job: Job) -> Strategy:

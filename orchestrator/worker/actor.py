@@ -28,7 +28,6 @@ from orchestrator.worker.control.rendezvous import Teardown, context_of
 from orchestrator.worker.loop import Loop
 from orchestrator.worker.process.output import all_stacks, flight_record_of, print_error
 from orchestrator.worker.process.process_memory import free_unreachable, set_allocator
-from orchestrator.worker.script_actor import ScriptWorker
 
 DISCARD_TIMEOUT_S = 1.0
 """How long a rebuild waits for the checkpoint that the discarded loop is writing, which may end later."""
@@ -154,7 +153,7 @@ class Worker(BaseWorker):
 
 def remote_worker(strategy: str) -> Any:
     """Return the actor class for the workers of a strategy, wrapped for Ray."""
-    worker = ScriptWorker if registry.load(strategy).runs_script else Worker
+    worker = registry.load(strategy).worker(debug=False) or Worker
     return ray.remote(concurrency_groups={"control": 2})(worker)  # type: ignore[call-overload]
 
 

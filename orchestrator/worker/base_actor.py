@@ -1,6 +1,6 @@
 """What the actor of every worker does: it answers the driver, and runs its part of one generation after another.
 
-Imports no torch, which takes seconds of CPU time: see ``script_actor.py``.
+Imports no torch, which takes seconds of CPU time: see ``features/scripts``.
 """
 
 from __future__ import annotations

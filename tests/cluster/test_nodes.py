@@ -27,7 +27,7 @@ from orchestrator.compat.ray.side_effects import without_services
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
-from orchestrator.driver.queue.queue_place import QueuePlace
+from orchestrator.features.queue.turns import QueuePlace
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
 WORDS = (

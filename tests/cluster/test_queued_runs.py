@@ -29,11 +29,12 @@ from orchestrator.driver.process.calls import GangError
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.driver.process.waiting import TurnLostError
-from orchestrator.driver.queue import queue_place
-from orchestrator.driver.queue.queue_place import QueuePlace
-from orchestrator.driver.queue.run_queue import QueueControl, QueueError, find_queue
+from orchestrator.features.queue import turns
+from orchestrator.features.queue.control import QueueControl, QueueError
+from orchestrator.features.queue.entries import QueueEntry
+from orchestrator.features.queue.run_queue import find_queue
+from orchestrator.features.queue.turns import QueuePlace
 from orchestrator.protocol.events import WaitingInQueue, Warned
-from orchestrator.protocol.queue_entries import QueueEntry
 from orchestrator.queue import main
 from orchestrator.records.run_dir import RunDir, state_of
 
@@ -236,7 +237,7 @@ def test_a_wait_ends_at_its_timeout_or_without_a_queue_that_answers(
     ray.kill(find_queue())
     other_version = ray.remote(num_cpus=0)(Recorder).options(name="queue", namespace="orchestrator")
     stranger = wait_for(lambda: taken_by(other_version), "the name of the queue")
-    monkeypatch.setattr(queue_place, "UNREACHABLE_S", 1.0)
+    monkeypatch.setattr(turns, "UNREACHABLE_S", 1.0)
     warnings = Recorder()
     with place(entry("third"), sink=warnings) as third:
         wait_for(lambda: third._problem != "no answer", "the first poll")

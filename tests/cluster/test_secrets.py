@@ -13,9 +13,9 @@ from helpers.machines import commands
 from helpers.records.runs import in_campaign
 from orchestrator import compare, doctor, evaluate, export, logs, plan, runs, schema, show, stop, submit, sync
 from orchestrator.config.redact import Redactor
-from orchestrator.driver.preflight.submitted import checked
 from orchestrator.driver.process.origin import origin_of_submission
-from orchestrator.driver.submit.job_submission import make_submission
+from orchestrator.features.submit.job_submission import make_submission
+from orchestrator.features.submit.submitted import checked
 from orchestrator.launch import main
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nQEFAASCBKcwggSjAgEAAo\nXyz=\n-----END PRIVATE KEY-----\n"

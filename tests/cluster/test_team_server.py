@@ -13,9 +13,9 @@ from helpers.records.runs import wait_for, wait_for_step
 from helpers.records.tracked_runs import artifacts, expected, history, run_of
 from helpers.servers.team_server import ADMIN, ADMIN_PASSWORD, TeamServer, team_server
 from orchestrator import sync
+from orchestrator.features.tracking.transfer import read_cursor
 from orchestrator.records.journal import read_metrics
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.transfer import read_cursor
 
 USER, PASSWORD, WRONG_PASSWORD = "ada", "correct-Xx44Yy55", "mistaken-Zz66Aa77"
 

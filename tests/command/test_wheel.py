@@ -60,7 +60,7 @@ def test_the_wheel_has_the_code_the_configuration_and_the_types(wheel: Path) -> 
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"orchestrator/{p.relative_to(ROOT)}" for p in (ROOT / "conf").rglob("*.yaml")}
     for package in ("orchestrator", "jobs"):
-        expected |= {str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*.py")}
+        expected |= {str(p.relative_to(ROOT)) for kind in ("py", "yaml") for p in (ROOT / package).rglob(f"*.{kind}")}
     expected.add("orchestrator/py.typed")
     assert expected <= inside, sorted(expected - inside)
     strange = [n for n in inside if n.split("/")[0] not in ("orchestrator", "jobs") and ".dist-info/" not in n]
@@ -74,10 +74,10 @@ def test_it_is_the_installed_copy_that_runs(installed: Path, tmp_path: Path) -> 
     assert all(line.startswith(str(installed)) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("how", ["module", "script"])
-def test_a_plan_from_another_directory(how: str, installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "strategy"), [("module", "ddp"), ("script", "hogwild")])
+def test_a_plan_from_another_directory(how: str, strategy: str, installed: Path, tmp_path: Path) -> None:
     words = ["-m", "orchestrator.launch"] if how == "module" else [str(installed / "bin" / "orchestrator")]
-    done = run(installed, tmp_path, *words, "plan=true", "job=digits", "strategy=ddp", "strategy.num_workers=2")
+    done = run(installed, tmp_path, *words, "plan=true", "job=digits", f"strategy={strategy}", "strategy.num_workers=2")
     assert done.returncode == 0, done.stderr
     assert "2 workers" in done.stdout
     assert list(tmp_path.iterdir()) == []

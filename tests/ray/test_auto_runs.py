@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.tuning.choice import WORTH_A_WORKER
+from orchestrator.features.auto.choice import WORTH_A_WORKER
 
 JOB = ("job.hidden=8", "train.eval_every=0", "checkpoint.every=4")
 CHOICE = ("strategy=auto", "strategy.candidates=[single,ddp]", "strategy.measured=1", "strategy.measured_steps=5")

@@ -14,12 +14,12 @@ import ray
 from helpers.conformance.reference import plain_losses
 from helpers.jobs.leisurely_job import Leisurely
 from helpers.records.runs import events, in_campaign, losses, series, wait_for, wait_for_step
+from orchestrator.features.tracking.mlflow import connect
 from orchestrator.records import lease
 from orchestrator.records.json_file import read_json
 from orchestrator.records.lock import changed_at
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state.checkpoint import load
-from orchestrator.tracking.mlflow import connect
 
 LINES = {
     "train/loss", "train/samples_seen", "train/epoch", "train/lr", "train/grad_norm", "val/loss",

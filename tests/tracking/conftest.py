@@ -15,7 +15,7 @@ import pytest
 from helpers.records.runs import wait_for
 from helpers.servers.ports import free_port
 from helpers.servers.proxy import Proxy
-from orchestrator.tracking.mlflow import connect
+from orchestrator.features.tracking.mlflow import connect
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,12 @@ from helpers.servers.browser import CHROMIUM, Page, browser
 from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.display.comparison import read_run
-from orchestrator.display.comparison_analysis import Comparison
-from orchestrator.display.comparison_report import draw
+from orchestrator.features.sweep.comparison_analysis import Comparison
+from orchestrator.features.sweep.comparison_report import draw
+from orchestrator.features.tracking.transfer import read_cursor
 from orchestrator.records.run_dir import RunDir
 from orchestrator.state import checkpoint
 from orchestrator.state.train_state import TrainState
-from orchestrator.tracking.transfer import read_cursor
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome in PATH"),

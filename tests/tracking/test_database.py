@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tracking.mlflow import create_database
+from orchestrator.features.tracking.mlflow import create_database
 
 OPEN = """
 import sys
-from orchestrator.tracking.mlflow import MlflowBackend
+from orchestrator.features.tracking.mlflow import MlflowBackend
 import mlflow.tracking  # seconds: before the race begins
 print("ready", flush=True)
 sys.stdin.readline()

@@ -17,10 +17,10 @@ from helpers.records.tracked_runs import (
     tracking,
 )
 from orchestrator import sync
+from orchestrator.features.tracking.transfer import read_cursor
+from orchestrator.features.tracking.uploader import RunUploader
 from orchestrator.protocol.events import SampleSaved
 from orchestrator.records.journal import Journal
-from orchestrator.tracking.transfer import read_cursor
-from orchestrator.tracking.uploader import Uploader
 
 PASSWORD = "correct-horse"
 
@@ -31,7 +31,7 @@ def test_no_point_is_lost_or_doubled_whatever_the_server_does(tmp_path, proxy, s
     journal = Journal(run_dir)
     start(journal)
     proxy.mode = "refuse"
-    uploader = Uploader.start(run_dir, tracking(uri))
+    uploader = RunUploader.start(run_dir, tracking(uri))
     log(journal, range(1, 100))
     assert "MlflowException" in wait_for(uploader.problem)
     assert not files_with(run_dir, PASSWORD)
@@ -68,7 +68,7 @@ def test_a_slow_server_delays_nothing_and_sync_uploads_the_rest(tmp_path, proxy,
     uri = f"http://127.0.0.1:{proxy.port}"
     run_dir = new_run(tmp_path, uri)
     proxy.delay_s = 60.0
-    uploader = Uploader.start(run_dir, tracking(uri, request_timeout_s=60.0))
+    uploader = RunUploader.start(run_dir, tracking(uri, request_timeout_s=60.0))
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 2))
@@ -103,7 +103,7 @@ def test_samples_arrive_once_whatever_the_server_does(tmp_path, proxy, server_po
     run_dir = new_run(tmp_path, uri)
     journal = Journal(run_dir)
     start(journal)
-    uploader = Uploader.start(run_dir, tracking(uri))
+    uploader = RunUploader.start(run_dir, tracking(uri))
     log(journal, [10])
     save_samples(journal, run_dir, 10)
     wait_for(lambda: read_cursor(run_dir).samples_offset == run_dir.events_file.stat().st_size)

@@ -27,19 +27,20 @@ from helpers.records.tracked_runs import (
     tracking,
 )
 from orchestrator import sync
+from orchestrator.features.tracking.follower import FollowerOptions
+from orchestrator.features.tracking.pending_uploads import alone_in_retrying, pending_runs
+from orchestrator.features.tracking.transfer import read_cursor
+from orchestrator.features.tracking.uploader import RunUploader
+from orchestrator.records.ended_runs import exclusive
 from orchestrator.records.journal import Journal
 from orchestrator.records.lock import this_process
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.tracking.follower import FollowerOptions
-from orchestrator.tracking.pending_uploads import alone_in_retrying, pending_runs
-from orchestrator.tracking.transfer import exclusive, read_cursor
-from orchestrator.tracking.uploader import Uploader
 
 
 def test_a_follower_yields_the_cpu_waits_for_points_and_repeats_a_failed_upload_alone(tmp_path, empty_database):
     store = f"sqlite:///{shutil.copy(empty_database, tmp_path)}"
     run_dir = new_run(tmp_path, uri := "http://127.0.0.1:9")  # nothing listens there
-    uploader = Uploader.start(run_dir, tracking(uri, flush_timeout_s=3.0))
+    uploader = RunUploader.start(run_dir, tracking(uri, flush_timeout_s=3.0))
     journal = Journal(run_dir)
     start(journal)
     follower = wait_for(lambda: follower_of(run_dir))
@@ -69,7 +70,7 @@ def test_a_follower_yields_the_cpu_waits_for_points_and_repeats_a_failed_upload_
 
 def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
     run_dir, other = (new_run(tmp_path, uri := "http://127.0.0.1:9") for _ in range(2))
-    uploader = Uploader.start(run_dir, tracking(uri, flush_timeout_s=0.0))
+    uploader = RunUploader.start(run_dir, tracking(uri, flush_timeout_s=0.0))
     journal = Journal(run_dir)
     start(journal)
     end(journal, run_dir)
@@ -85,7 +86,7 @@ def test_of_the_followers_whose_uploads_fail_one_repeats_them(tmp_path):
 @pytest.mark.campaign
 def test_a_run_shorter_than_the_upload_interval_is_uploaded_at_its_end(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
-    uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
+    uploader = RunUploader.start(run_dir, tracking(uri, upload_every_s=60))
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 4))
@@ -135,7 +136,7 @@ def one_busy_cpu():
 def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_training(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     with one_cpu():
-        uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
+        uploader = RunUploader.start(run_dir, tracking(uri, upload_every_s=60))
         journal = Journal(run_dir)
         start(journal)
         log(journal, range(1, 4))
@@ -150,7 +151,7 @@ def test_a_follower_that_gets_no_cpu_does_not_wait_for_an_idle_one_after_the_tra
 @pytest.mark.parametrize("twice", [False, *in_campaign(True)])
 def test_a_follower_that_dies_is_reported_and_replaced(tmp_path, uri, twice):
     run_dir = new_run(tmp_path, uri)
-    uploader = Uploader.start(run_dir, tracking(uri))
+    uploader = RunUploader.start(run_dir, tracking(uri))
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 4))
@@ -190,7 +191,7 @@ def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
         driver=this_process(),
         secrets=SlowSecrets(),
     )
-    uploader = Uploader(run_dir, options)
+    uploader = RunUploader(run_dir, options)
     assert "died; another one continues" in wait_for(uploader.problem)
     upload = uploader.finish(10)
     assert (upload.missing, upload.complete) == (20, False)
@@ -199,11 +200,11 @@ def test_a_follower_that_does_not_start_is_reported(tmp_path, monkeypatch):
 @pytest.mark.campaign
 def test_a_follower_that_died_too_often_is_started_again_later(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
-    uploader = Uploader.start(ended_run(tmp_path, uri := "http://127.0.0.1:9"), tracking(uri))
+    uploader = RunUploader.start(ended_run(tmp_path, uri := "http://127.0.0.1:9"), tracking(uri))
     for _ in range(3):
         assert "died; another one continues" in wait_for(uploader.problem)
     assert "the upload process died 4 times" in wait_for(uploader.problem)
-    monkeypatch.setattr("orchestrator.tracking.uploader.RESTARTS_COUNT_S", 0.0)
+    monkeypatch.setattr("orchestrator.features.tracking.uploader.RESTARTS_COUNT_S", 0.0)
     assert "died; another one continues" in wait_for(uploader.problem)
     uploader.finish(10)
 
@@ -218,7 +219,7 @@ from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
 from orchestrator.records.journal import Journal
-from orchestrator.tracking.uploader import Uploader
+from orchestrator.features.tracking.uploader import RunUploader
 
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.update_record(driver=this_process())
@@ -236,7 +237,7 @@ tracking = TrackingConfig(
     tensorboard=False,
     sinks=(),
 )
-uploader = Uploader.start(run_dir, tracking)
+uploader = RunUploader.start(run_dir, tracking)
 journal.emit(RunStarted(name="n", run_dir="", strategy="ddp", job="digits", world_size=2, steps=9))
 for step in (1, 2, 3):
     journal.emit(MetricsLogged(step=step, metrics={"train/loss": 1 / step}))

@@ -10,9 +10,9 @@ from mlflow.utils import validation
 from PIL import Image
 
 from helpers.records.tracked_runs import artifacts, client_of, history, new_run, save_samples
+from orchestrator.features.tracking.mlflow import MAX_PARAM_LENGTH, MlflowBackend, _small_batches, param_text
+from orchestrator.features.tracking.views import MAX_LENGTH
 from orchestrator.records.journal import Journal, Point, Sample
-from orchestrator.tracking.mlflow import MAX_PARAM_LENGTH, MlflowBackend, _small_batches, param_text
-from orchestrator.tracking.views import MAX_LENGTH
 
 
 def test_the_same_batch_twice_leaves_each_point_once(uri):

@@ -7,10 +7,10 @@ import pytest
 
 from helpers.records.tracked_runs import new_run
 from orchestrator.compare import main
+from orchestrator.features.tracking.mlflow import MlflowBackend
+from orchestrator.features.tracking.transfer import Transfer
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.records.journal import Ending, Journal
-from orchestrator.tracking.mlflow import MlflowBackend
-from orchestrator.tracking.transfer import Transfer
 
 
 def upload(tmp_path: Path, uri: str, strategy: str, samples_per_s: float) -> None:

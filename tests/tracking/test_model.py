@@ -19,6 +19,8 @@ from helpers.records.tracked_runs import artifacts, client_of, end, ended_run, l
 from jobs.digits import Digits
 from orchestrator import sync
 from orchestrator.features.export.formats import NotExportedError, export_program, prediction_inputs
+from orchestrator.features.tracking.transfer import read_cursor
+from orchestrator.features.tracking.uploader import RunUploader
 from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import announce, find_run, push_records
 from orchestrator.records.run_dir import RunDir
@@ -27,8 +29,6 @@ from orchestrator.state.best import BEST, BestSoFar
 from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import TrainState
 from orchestrator.storage.remote import Remote
-from orchestrator.tracking.transfer import read_cursor
-from orchestrator.tracking.uploader import Uploader
 
 PREDICT = """
 import sys
@@ -153,7 +153,7 @@ def test_only_a_run_that_has_finished_has_a_model(tmp_path, uri):
 def test_the_driver_does_not_wait_for_the_model(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
     run_dir.config_file.write_text("job: {_target_: jobs.digits.Digits}")
-    uploader = Uploader.start(run_dir, replace(tracking(uri), log_model=True, log_dataset=True))
+    uploader = RunUploader.start(run_dir, replace(tracking(uri), log_model=True, log_dataset=True))
     finish(run_dir)
     assert uploader.finish(200).complete
     assert read_cursor(run_dir).model_at is None

@@ -9,11 +9,12 @@ import pytest
 
 from helpers.records.runs import events, wait_for
 from helpers.records.tracked_runs import DEAD_PROCESS, ended_run, history, log, new_run, run_of, start
+from orchestrator.driver.orphans import recover_orphans
+from orchestrator.features.tracking.transfer import read_cursor
 from orchestrator.protocol.events import RunEnded
+from orchestrator.records.ended_runs import exclusive, mark_killed
 from orchestrator.records.journal import Journal
 from orchestrator.records.output_dir import OutputDir
-from orchestrator.tracking.transfer import exclusive, mark_killed, read_cursor
-from orchestrator.tracking.uploader import recover_orphans
 
 
 def test_orphans_of_a_dead_machine_are_marked_at_once_and_mended_in_the_background(tmp_path, uri):

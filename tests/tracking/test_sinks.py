@@ -18,15 +18,14 @@ from helpers.files.documents import PAGES, examples
 from helpers.records.runs import wait_for
 from helpers.records.tracked_runs import end, expected, follower_of, history, log, new_run, run_of, save_samples, start
 from helpers.records.tracked_runs import tracking as tracking_to
-from orchestrator.config.operation import SINKS as SINKS_BY_WORD
 from orchestrator.config.operation import TENSORBOARD, TrackingConfig
+from orchestrator.features.tracking.sinks import Sinks, load_sink, sink_problem
+from orchestrator.features.tracking.uploader import RunUploader
+from orchestrator.features.tracking.wandb import nested, sync_command, why_unusable
 from orchestrator.protocol.events import Continued
+from orchestrator.records.ended_runs import final_ending
 from orchestrator.records.journal import Ending, Journal, Point
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.sinks import Sinks, load_sink, sink_problem
-from orchestrator.tracking.transfer import final_ending
-from orchestrator.tracking.uploader import Uploader
-from orchestrator.tracking.wandb import nested, sync_command, why_unusable
 
 SINKS = """
 import os
@@ -88,7 +87,7 @@ def tracking(uri: str | None, *sinks: str, tensorboard: bool = False) -> Trackin
 def finished(tmp_path: Path, config: TrackingConfig) -> tuple[RunDir, Any]:
     """A run of five steps, with a sample at the third, whose uploads have ended."""
     run_dir = new_run(tmp_path, config.uri, params={"job.lr": 0.1, "job.password": "hunter2"})
-    uploader = Uploader.start(run_dir, config)
+    uploader = RunUploader.start(run_dir, config)
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 6))
@@ -134,7 +133,7 @@ def test_a_sink_that_ends_its_process_costs_mlflow_nothing(tmp_path: Path, uri: 
 def test_sinks_need_no_server_and_a_follower_that_is_killed_leaves_no_step_twice(tmp_path: Path, on_path: None) -> None:
     config = replace(tracking(None, "my_sinks.Plain"), upload_every_s=0.1)
     run_dir = new_run(tmp_path, None, params={"job.password": "hunter2"})
-    uploader = Uploader.start(run_dir, config)
+    uploader = RunUploader.start(run_dir, config)
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 4))
@@ -156,7 +155,7 @@ def test_sinks_need_no_server_and_a_follower_that_is_killed_leaves_no_step_twice
 @pytest.mark.campaign
 def test_a_follower_whose_upload_dies_is_replaced_with_its_sinks(tmp_path: Path, uri: str, on_path: None) -> None:
     run_dir = new_run(tmp_path, uri, params={"job.password": "hunter2"})
-    uploader = Uploader.start(run_dir, replace(tracking(uri, "my_sinks.Plain"), upload_every_s=60))
+    uploader = RunUploader.start(run_dir, replace(tracking(uri, "my_sinks.Plain"), upload_every_s=60))
     journal = Journal(run_dir)
     start(journal)
     follower = wait_for(lambda: follower_of(run_dir))
@@ -236,7 +235,7 @@ def test_weights_and_biases_get_an_offline_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WANDB_TAGS", "mine")
     params = {"job.lr": 0.1, "job.password": "hunter2"}
     run_dir = new_run(tmp_path, None, params=params, uid=UID, strategy="ddp", job="digits")
-    sinks = Sinks(run_dir, [SINKS_BY_WORD["wandb"]])
+    sinks = Sinks(run_dir, ["wandb"])
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 5))
@@ -313,7 +312,7 @@ def test_weights_and_biases_that_have_steps_get_only_later_ones(
         "params": {},
         "tracking": {"experiment": "c"},
     }
-    sink = load_sink(SINKS_BY_WORD["wandb"])(run, tmp_path)
+    sink = load_sink("wandb")(run, tmp_path)
     assert given["name"] == "a lr=0.1"
     points = [p for n in range(1, 6) for p in (Point("train/loss", n, 0.0, n), Point("system/cpu", n, 0.0, 10 + n))]
     sink.log_points([*points, Point("val/late", 1.0, 0.0, 4)])
@@ -351,7 +350,7 @@ def test_a_word_that_no_sink_has_is_answered_with_those_that_there_are(word: str
 
 def test_a_word_and_its_key_are_one_sink() -> None:
     config = tracking(None, "tensorboard", "wandb", tensorboard=True)
-    assert config.all_sinks == (TENSORBOARD, SINKS_BY_WORD["wandb"])
+    assert config.all_sinks == (TENSORBOARD, "wandb")
 
 
 def test_what_was_written_offline_has_a_command_that_uploads_it(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from helpers.records.tracked_runs import (
     start,
 )
 from orchestrator import sync
+from orchestrator.records.ended_runs import exclusive
 from orchestrator.records.journal import Journal
-from orchestrator.tracking.transfer import exclusive
 
 
 def test_sync_of_a_run_whose_driver_was_killed(tmp_path, uri, capsys):

@@ -11,11 +11,11 @@ from mlflow.tracking import MlflowClient
 from helpers.records.recorded_sweep import recorded_sweep
 from helpers.records.tracked_runs import client_of, end, ended_run, log, new_run, run_of, start
 from orchestrator import sync
+from orchestrator.features.tracking.mlflow_runs import newest_runs
+from orchestrator.features.tracking.mlflow_sweep import open_sweep
+from orchestrator.features.tracking.transfer import read_cursor
+from orchestrator.features.tracking.views import COMPARE, VIEWS, experiment_tags, obsolete_tags, page, sweep_view
 from orchestrator.records.journal import Journal
-from orchestrator.tracking.mlflow_runs import newest_runs
-from orchestrator.tracking.mlflow_sweep import open_sweep
-from orchestrator.tracking.transfer import read_cursor
-from orchestrator.tracking.views import COMPARE, VIEWS, experiment_tags, obsolete_tags, page, sweep_view
 
 LINE = "| line |\n"
 

@@ -20,11 +20,12 @@ from helpers.records.tracked_runs import (
     run_of,
     save_samples,
 )
+from orchestrator.features.tracking.mlflow import MlflowBackend, OpenedRun
+from orchestrator.features.tracking.transfer import Transfer, read_cursor
+from orchestrator.features.tracking.uri import absolute_uri, validate_uri
 from orchestrator.protocol.events import Continued, MetricsLogged, SampleSaved
+from orchestrator.records.ended_runs import final_ending
 from orchestrator.records.journal import Ending, Journal
-from orchestrator.tracking.mlflow import MlflowBackend, OpenedRun
-from orchestrator.tracking.transfer import Transfer, final_ending, read_cursor
-from orchestrator.tracking.uri import absolute_uri, validate_uri
 
 
 class MemoryBackend:

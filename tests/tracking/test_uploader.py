@@ -35,13 +35,13 @@ from orchestrator.driver.ending import PROMPT_WAIT_S, RunEnding
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.run_context import EventStream, RunResult
 from orchestrator.driver.reporting import RecordUpload
+from orchestrator.features.tracking.pending_uploads import note_pending, pending_runs
+from orchestrator.features.tracking.transfer import read_cursor
+from orchestrator.features.tracking.uploader import RunUploader
 from orchestrator.records.journal import Journal
 from orchestrator.records.lease import Lease
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.runs import main
-from orchestrator.tracking.pending_uploads import note_pending, pending_runs
-from orchestrator.tracking.transfer import read_cursor
-from orchestrator.tracking.uploader import Uploader
 
 
 def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
@@ -50,7 +50,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     run_dir.log_file(0).write_text("hello\n")
     (run_dir.path / "auto.md").write_text("auto chooses ddp\n")
     (run_dir.path / "auto.json").write_text("{}")
-    uploader = Uploader.start(run_dir, tracking(uri))
+    uploader = RunUploader.start(run_dir, tracking(uri))
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 6))
@@ -78,7 +78,7 @@ def test_a_run_arrives_whole_and_a_resume_continues_it(tmp_path, uri):
     assert str(tmp_path) not in json.dumps([run.data.params, run.data.tags]), "no machine paths"
 
     run_dir.update_record(state="running", params={"train.steps": 20, "seed": 0}, tags={"strategy": "single"})
-    uploader = Uploader.start(run_dir, tracking(uri))
+    uploader = RunUploader.start(run_dir, tracking(uri))
     journal = Journal(run_dir)
     wait_for(lambda: run_of(uri, run_dir).info.status == "RUNNING")
     start(journal)
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_at_the_end_changes_no_result(tmp_path, uri):
     with mounted(tmp_path / "outputs", "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
         run_dir = new_run(tmp_path, uri)
         run_dir.reserve_space()
-        uploader = Uploader.start(run_dir, tracking(uri))
+        uploader = RunUploader.start(run_dir, tracking(uri))
         journal = Journal(run_dir)
         start(journal)
         log(journal, range(1, 6))
@@ -139,7 +139,7 @@ def test_an_upload_that_takes_longer_than_the_command_waits_goes_on_without_it(
     if waits == "terminal":
         request.getfixturevalue("terminal")
     run_dir = new_run(tmp_path, uri)
-    uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=0.1))
+    uploader = RunUploader.start(run_dir, tracking(uri, upload_every_s=0.1))
     journal, console = Journal(run_dir), Recorder()
     start(journal)
     log(journal, range(1, 6))
@@ -175,7 +175,7 @@ def test_a_program_and_a_sweep_wait_for_the_upload_also_at_a_terminal(tmp_path, 
 
 def test_the_next_command_goes_on_with_an_upload_that_was_killed(tmp_path, uri):
     run_dir = new_run(tmp_path, uri)
-    uploader = Uploader.start(run_dir, tracking(uri, upload_every_s=60))
+    uploader = RunUploader.start(run_dir, tracking(uri, upload_every_s=60))
     journal = Journal(run_dir)
     start(journal)
     log(journal, range(1, 6))
@@ -221,13 +221,14 @@ def ending_of(run_dir, config, uploader, journal, console):
 
 
 def test_the_drivers_side_never_imports_mlflow():
-    script = "import orchestrator.tracking.uploader, orchestrator.sync, sys; assert 'mlflow' not in sys.modules"
+    modules = "orchestrator.features.tracking.uploader, orchestrator.sync, sys"
+    script = f"import {modules}; assert 'mlflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 
 
 def test_without_a_uri_nothing_is_started(tmp_path):
     run_dir = ended_run(tmp_path, None)
-    uploader = Uploader.start(run_dir, tracking(None))
+    uploader = RunUploader.start(run_dir, tracking(None))
     upload = uploader.finish(10)
     assert (upload.run_id, upload.missing, upload.complete) == (None, 0, True)
     assert not (run_dir.path / "tracking.lock").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.redact import url_secrets
-from orchestrator.tracking.uri import (
+from orchestrator.features.tracking.uri import (
     absolute_uri,
     is_redacted,
     page_command,

@@ -21,6 +21,7 @@ from orchestrator.display.terminal import native_warnings_dropped
 from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.driver.gang.members import Member, Members, WorkerMethod
 from orchestrator.driver.process.run_context import RunContext, RunResult
+from orchestrator.driver.process.uploads import Uploader
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints
 from orchestrator.driver.run.verdicts import Verdicts
@@ -32,10 +33,8 @@ from orchestrator.policy.worker_gpus import with_common_precision
 from orchestrator.protocol.events import GenerationStarted, StopRequested
 from orchestrator.protocol.messages import Assignment, Heartbeat, Place, WorkerEnvironment, WorkerInfo, merged
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
 from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
 from orchestrator.worker.base_actor import BaseWorker
-from orchestrator.worker.debug_script import DebugScriptWorker
 from orchestrator.worker.debug_worker import NODE, DebugWorker, InThisProcess
 
 GENERATION = 1
@@ -92,7 +91,7 @@ class DebugRun:
         variables = worker_variables(config.cluster.env, os.environ)
         values = {k: v for k, v in variables.values.items() if (k, v) != (VARIABLE, REFUSAL)}
         rules = registry.load(plan.strategy)
-        self._worker = (DebugScriptWorker if rules.runs_script else DebugWorker)(
+        self._worker = (rules.worker(debug=True) or DebugWorker)(
             heartbeat_timeout_s=config.cluster.heartbeat_timeout_s, variables=replace(variables, values=values)
         )
         self._info = self._worker.info(on_gpu=plan.device == "cuda")

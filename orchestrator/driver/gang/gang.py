@@ -19,7 +19,7 @@ from orchestrator.driver.process import calls
 from orchestrator.driver.process.waiting import ResourceWait, WaitMonitor
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import Sizes
-from orchestrator.policy.queue_order import Request, room
+from orchestrator.policy.shortage import Request, room
 from orchestrator.policy.worker_gpus import groups_on_one_node, rank_order, servers_last, shared_gpu, unusable_gpus
 from orchestrator.protocol.messages import Variables, WorkerEnvironment, WorkerInfo
 

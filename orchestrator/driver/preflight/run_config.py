@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.compose import OF_THE_LOOP
-from orchestrator.config.operation import SINKS
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
+from orchestrator.driver.process.uploads import tracking_keys
 from orchestrator.job import Job
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_search import submitted_base_dir
 from orchestrator.storage.remote import StorageError, is_url
-from orchestrator.tracking import wandb
-from orchestrator.tracking.sinks import load_sink
-from orchestrator.tracking.uri import absolute_uri, redact_uri, validate_uri
+from orchestrator.strategies import registry
 
-URI_VARIABLE = "MLFLOW_TRACKING_URI"
-_EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
-_IGNORED = {
-    "MLFLOW_EXPERIMENT_ID": "set tracking.experiment to the name of the experiment",
-    "MLFLOW_RUN_ID": "each run makes its own; resume=<run> goes on with one",
-    "MLFLOW_RUN_NAME": "set name",
-    "MLFLOW_PARENT_RUN_ID": "the runs of a sweep have the tag sweep_id",
-    "MLFLOW_TAGS": "add tags with MlflowClient.set_tag",
-    "MLFLOW_REGISTRY_URI": "models are logged at tracking.uri",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "set tracking.request_timeout_s",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "uploads are repeated until they succeed",
-    "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "set tracking.system_metrics_every_s",
-    "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "set tracking.system_metrics_every_s",
-}
-"""Variables that MLflow knows and a run does not follow, with what to do in their place."""
 PATH_KEYS = ("output_dir", "tracking.uri", "resume", "evaluate")
 
 
@@ -54,15 +34,13 @@ def base_dir() -> Path:
 
 def absolute_paths(config: Config) -> Config:
     """Return ``config`` with absolute paths in ``output_dir``, unless that is a URL, and in what else is a path."""
-    tracking = config.tracking
-    if tracking.uri is not None:
-        tracking = dataclasses.replace(tracking, uri=absolute_uri(tracking.uri, base_dir()))
+    keys = tracking_keys().absolute(config.tracking, base_dir())
     output_dir, storage = config.output_dir, config.storage
     if not is_url(output_dir):
         output_dir = str((base_dir() / Path(output_dir).expanduser()).resolve())
     if storage.staging_dir is not None:
         storage = dataclasses.replace(storage, staging_dir=str(base_dir() / Path(storage.staging_dir).expanduser()))
-    return dataclasses.replace(config, output_dir=output_dir, tracking=tracking, storage=storage)
+    return dataclasses.replace(config, output_dir=output_dir, tracking=keys, storage=storage)
 
 
 def output_dir(config: Config) -> OutputDir:
@@ -72,53 +50,13 @@ def output_dir(config: Config) -> OutputDir:
 
 
 def environment_errors(config: Config) -> list[str]:
-    """Return what is wrong with the tracking URI, the sinks and the output directory."""
-    uri, errors = config.tracking.uri, [*sink_errors(config), *output_errors(config)]
-    if uri is None or (error := validate_uri(uri)) is None:
-        return errors
-    if URI_VARIABLE in tracking_variables(config):
-        error = f"{error.replace('tracking.uri', URI_VARIABLE, 1)}, or set tracking.uri"
-    return [error, *errors]
-
-
-def sink_errors(config: Config) -> list[str]:
-    """Return what is wrong with the sinks."""
-    errors = []
-    tracking = config.tracking
-    named = {"tracking.tensorboard": "tensorboard"} if tracking.tensorboard else {}
-    named |= {f"tracking.sinks=[{sink}]": sink for sink in tracking.sinks if sink in SINKS}
-    for key, package in named.items():
-        if importlib.util.find_spec(package) is None:
-            errors.append(f"{key}: needs {package}; install it with: pip install {package}")
-        elif package == "wandb" and (problem := wandb.why_unusable()) is not None:
-            errors.append(f"{key}: {problem}")
-    for path in tracking.sinks:
-        try:
-            if path not in SINKS:
-                load_sink(path)
-        except ValueError as e:
-            errors.append(str(e))
-    return errors
-
-
-def tracking_variables(config: Config) -> dict[str, str]:
-    """Return the environment variables of MLflow whose values ``config`` has, with absolute paths; masked."""
-    tracking, found = config.tracking, {}
-    given = {name: value for name in (URI_VARIABLE, _EXPERIMENT_VARIABLE) if (value := os.environ.get(name))}
-    if tracking.uri is not None and absolute_uri(given.get(URI_VARIABLE, ""), base_dir()) == tracking.uri:
-        found[URI_VARIABLE] = redact_uri(tracking.uri)
-    if tracking.uri is not None and given.get(_EXPERIMENT_VARIABLE) == tracking.experiment:
-        found[_EXPERIMENT_VARIABLE] = tracking.experiment
-    return found
+    """Return what is wrong with the keys of tracking, and with the output directory."""
+    return [*tracking_keys().errors(config.tracking, base_dir()), *output_errors(config)]
 
 
 def tracking_note(config: Config) -> list[str]:
     """Return remarks on what the environment decides about the tracking, and on what it does not decide."""
-    found = tracking_variables(config)
-    notes = [f"MLflow: {', '.join(f'{name}={value}' for name, value in found.items())}"] if found else []
-    if config.tracking.uri is not None:
-        notes += [f"{name} is ignored: {remedy}" for name, remedy in _IGNORED.items() if os.environ.get(name)]
-    return notes
+    return tracking_keys().notes(config.tracking, base_dir())
 
 
 def output_errors(config: Config) -> list[str]:
@@ -156,8 +94,9 @@ def params_of(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
     A script has none of the sections that its own code replaces.
     """
-    is_script = (recorded.get("strategy") or {}).get("name") == "script"
-    left_out = (*OF_THE_LOOP, "start_from") if is_script else ()
+    name = (recorded.get("strategy") or {}).get("name")
+    unread = getattr(registry.config_class(name), "unread", ()) if name in registry.NAMES else ()
+    left_out = (*unread, "start_from") if unread else ()
     return {
         key: value
         for key, value in _flatten(recorded).items()

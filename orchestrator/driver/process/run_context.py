@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from orchestrator.config.redact import Redactor
 from orchestrator.config.schema import Config
 from orchestrator.driver.process.signals import StopSignals
+from orchestrator.driver.process.turns import Turns
 from orchestrator.policy.elastic import Sizes
 from orchestrator.protocol.events import (
     Event,
@@ -20,7 +21,6 @@ from orchestrator.protocol.events import (
     Warned,
 )
 from orchestrator.protocol.metrics import MetricSpec
-from orchestrator.protocol.queue_entries import QueueEntry
 from orchestrator.records.lease import Lease
 from orchestrator.records.run_dir import RunDir
 from orchestrator.timeline import Timeline
@@ -92,7 +92,7 @@ class RunSpec:
         source: the other run that has made the checkpoint; None if this one has.
         secrets: texts to mask in what other nodes upload.
         pickled_job: see :class:`~orchestrator.protocol.messages.WorkerEnvironment`.
-        queue_entry: the run in the queue of the cluster; None if it does not queue.
+        turns: makes the turns of the run, with the arguments of :class:`Turns`.
         checked_nodes: the ids of the nodes of a cluster that have been found able to run its workers.
         known_namesakes: the uids of other runs of its name that the user has been warned of.
     """
@@ -108,7 +108,7 @@ class RunSpec:
     source: RunDir | None = None
     secrets: tuple[str, ...] = ()
     pickled_job: bytes | None = None
-    queue_entry: QueueEntry | None = None
+    turns: Callable[..., Turns] = Turns
     checked_nodes: frozenset[str] = frozenset()
     known_namesakes: frozenset[str] = frozenset()
 

@@ -19,7 +19,7 @@ from orchestrator.driver.process.calls import NoWorkersError, UnfitError, answer
 from orchestrator.driver.process.run_context import EventStream
 from orchestrator.driver.process.signals import StopSignals
 from orchestrator.planning.plan import Node
-from orchestrator.policy.queue_order import ClusterState, Holding, NodeState, Request, can_ever_fit, explain
+from orchestrator.policy.shortage import ClusterState, Holding, NodeState, Request, can_ever_fit, explain
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import Lease
 
@@ -40,7 +40,7 @@ class WaitMonitor:
     """The driver's duties while it waits for workers that do not train yet.
 
     Args:
-        check_turn: see :class:`~orchestrator.driver.queue.queue_place.QueuePlace`.
+        check_turn: see :class:`~orchestrator.driver.process.turns.Turns`.
         offer_turn: see there.
     """
 

@@ -13,6 +13,7 @@ import ray.exceptions
 from orchestrator.driver.code.worker_code import WorkerCode
 from orchestrator.driver.process.calls import GangError, NoWorkersError, UnfitError, check_ray
 from orchestrator.driver.process.run_context import RunContext, RunResult
+from orchestrator.driver.process.uploads import Uploader
 from orchestrator.driver.process.waiting import Interrupted
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.driver.run.generation import Generation, Start
@@ -27,7 +28,6 @@ from orchestrator.policy.run_state import Continuing, GenerationEnd, NextState, 
 from orchestrator.protocol.events import Continued, Yielded
 from orchestrator.records.lease import SupersededError
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
 
 
 class Run:
@@ -149,7 +149,7 @@ class Run:
         generation = Generation(number, self._context, workers, start, telemetry=telemetry, earlier_hangs=hangs)
         if not only_saves:
             workers.note_placement()
-            workers.queue.has_workers()
+            workers.turns.has_workers()
             self._reports.begin_generation()
         return generation
 
@@ -230,9 +230,9 @@ class Run:
             How the next generation starts: from the checkpoint of the last step.
         """
         workers, step = self._workers, end.last_step
-        to, num_workers, waited_s = workers.queue.yield_to, workers.plan.mesh.num_workers, workers.waited_s
+        to, num_workers, waited_s = workers.turns.yield_to, workers.plan.mesh.num_workers, workers.waited_s
         self._recorder.enter("yielding")
-        workers.queue.begin_yielding()
+        workers.turns.begin_yielding()
         self._reports.finish_workers(end.outcomes)
         if not self._runs_script and (why := self._checkpoints.why_missing(step)) is not None:
             self._events.warn(f"the checkpoint of step {step} {why}; the steps after the newest one are repeated")

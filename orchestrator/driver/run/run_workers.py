@@ -21,14 +21,13 @@ from orchestrator.driver.gang.spares import Admission
 from orchestrator.driver.nodes.node_watch import NodeWatch
 from orchestrator.driver.process.run_context import RunContext
 from orchestrator.driver.process.waiting import TurnLostError, WaitMonitor
-from orchestrator.driver.queue.queue_place import QueuePlace
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.elastic import RankAssignment, find_rank_assignment, find_rescue, reassigned
 from orchestrator.policy.recovery import RecoveryPlan
 from orchestrator.policy.worker_gpus import placement_note, with_common_precision
 from orchestrator.protocol.events import EndReason, PauseReason, StopRequested
 from orchestrator.protocol.messages import Heartbeat, RecoverableSteps, WorkerEnvironment
-from orchestrator.protocol.queue_entries import run_label
+from orchestrator.protocol.run_label import run_label
 from orchestrator.strategies import registry
 from orchestrator.worker.base_actor import BaseWorker
 
@@ -64,6 +63,9 @@ class RunWorkers:
         environment: what all workers are given.
     """
 
+    gang: Gang
+    _admission: Admission
+
     def __init__(self, context: RunContext, code: WorkerCode):
         spec, config = context.spec, context.spec.config
         self.plan = spec.sizes.initial
@@ -74,8 +76,7 @@ class RunWorkers:
             pickled_job=spec.pickled_job,
         )
         self.nodes = NodeWatch(config.cluster.node_timeout_s)
-        self.queue = QueuePlace(
-            spec.queue_entry,
+        self.turns = spec.turns(
             context.events,
             context.stop,
             timeout_s=config.cluster.queue_timeout_s,
@@ -88,8 +89,8 @@ class RunWorkers:
             context.events,
             context.lease,
             context.stop,
-            check_turn=self.queue.check_turn,
-            offer_turn=self.queue.offer_turn,
+            check_turn=self.turns.check_turn,
+            offer_turn=self.turns.offer_turn,
         )
         self._admission = Admission(spec, code, self.nodes, self._monitor)
         self.gang = Gang(
@@ -111,7 +112,7 @@ class RunWorkers:
 
     def __enter__(self) -> RunWorkers:
         with contextlib.ExitStack() as entered:
-            for part in (self.nodes, self.queue, self.gang):
+            for part in (self.nodes, self.turns, self.gang):
                 entered.enter_context(part)
             self._entered = entered.pop_all()
         return self
@@ -122,7 +123,7 @@ class RunWorkers:
     @property
     def waits_s(self) -> Mapping[str, float]:
         """See :attr:`AnyWorkers.waits_s`."""
-        return {"queue_s": self.queue.waited_s, "waited_s": self.gang.waited_s}
+        return {"queue_s": self.turns.waited_s, "waited_s": self.gang.waited_s}
 
     @property
     def waited_s(self) -> float:
@@ -135,7 +136,7 @@ class RunWorkers:
         Raises as :meth:`Gang.acquire`, but for TurnLostError.
         """
         while True:
-            self.queue.wait_for_turn(self._monitor.check)
+            self.turns.wait_for_turn(self._monitor.check)
             try:
                 plan = self.gang.acquire(self._sizes)
             except TurnLostError:
@@ -176,7 +177,7 @@ class RunWorkers:
         are workers that leave no CPU to the tasks of the data.
         """
         plan, most = self.plan, self._sizes.max_processes
-        if self.queue.others_wait:
+        if self.turns.others_wait:
             most = plan.world_size + plan.spares
         elif self._sizes.cpus_of_data:
             most = min(most, self.gang.room_beside(self._sizes.cpus_of_data))
@@ -188,7 +189,7 @@ class RunWorkers:
         None if other runs wait.
         """
         plan, ready = self.plan, self.gang.ready()
-        if self.queue.others_wait or not ready or plan is self._sizes.largest:
+        if self.turns.others_wait or not ready or plan is self._sizes.largest:
             return None
         assignment = find_rank_assignment(plan, self._sizes, range(plan.world_size), ready=ready, saved=True)
         is_larger = assignment is not None and assignment.plan.world_size > plan.world_size
@@ -351,7 +352,7 @@ class Pause:
                 "the run saves a checkpoint and replaces it"
             )
             self._begin("preempted", save=True)
-        elif self._workers.queue.yield_to is not None:
+        elif self._workers.turns.yield_to is not None:
             self._begin("yielded", save=True)
         else:
             self._workers.refill()

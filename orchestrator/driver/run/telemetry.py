@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from orchestrator.driver.gang.members import Member, Members
 from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.process.uploads import Uploader
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Plan
 from orchestrator.policy.aggregate import Aggregator
@@ -27,7 +28,6 @@ from orchestrator.protocol.events import (
 from orchestrator.protocol.messages import EvalPoint, Heartbeat, TrainPoint, WorkerInfo
 from orchestrator.records.run_dir import RunDir
 from orchestrator.strategies import registry
-from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.control.spool import read_spool, remove_spool
 
 UPLOAD_CHECK_EVERY_S = 5.0

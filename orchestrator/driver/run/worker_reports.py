@@ -19,6 +19,7 @@ from orchestrator.driver.gang.members import Member
 from orchestrator.driver.nodes.node_uploads import NodeUploads
 from orchestrator.driver.process.calls import GangError, check_ray
 from orchestrator.driver.process.run_context import RunContext
+from orchestrator.driver.process.uploads import Uploader
 from orchestrator.driver.reporting import RecordUpload, add_tracking_page
 from orchestrator.driver.run.run_recorder import RunRecorder, SavedCheckpoints
 from orchestrator.driver.run.run_workers import AnyWorkers
@@ -38,7 +39,6 @@ from orchestrator.protocol.events import (
 from orchestrator.records.journal import read_lines
 from orchestrator.records.json_file import read_json, write_json
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.uploader import Uploader
 from orchestrator.worker.control.spool import read_spool, spool_files
 
 FINAL_HEARTBEAT_S = 2.0

@@ -25,6 +25,7 @@ from orchestrator.driver.preflight.child_checks import plan_sizes
 from orchestrator.driver.preflight.run_config import absolute_paths, output_errors
 from orchestrator.driver.process import cluster
 from orchestrator.driver.process.calls import GangError, describe_error
+from orchestrator.driver.process.uploads import tracking_keys
 from orchestrator.features.doctor import node_checks
 from orchestrator.features.doctor.measurements import clock_offset, measure_all_reduce
 from orchestrator.planning.capacity import cpus_for_data
@@ -32,7 +33,6 @@ from orchestrator.planning.plan import Node
 from orchestrator.policy import node_check
 from orchestrator.protocol.node_report import Finding, NodeReport, NoReport
 from orchestrator.storage.remote import is_url
-from orchestrator.tracking.uri import check_tracking
 
 ALONE = "no cluster is named: this machine alone is checked, with a Ray embedded in this process"
 NAME_A_CLUSTER = "for a cluster, add cluster=auto on one of its nodes, or --address http://HEAD:8265 elsewhere"
@@ -46,7 +46,7 @@ def examine(config: Config) -> Iterator[Finding]:
     for error in output_errors(config):
         yield Finding(check="output_dir", level="fault", text=error)
     yield from check_job(config)
-    yield check_tracking(config.tracking.uri, timeout_s=config.tracking.request_timeout_s)
+    yield from tracking_keys().findings(config.tracking)
     yield from check_traces(ray_traces())
     address = cluster.target_address(config.cluster)
     if address is None:

@@ -1,1 +1,1 @@
-"""The strategy that leaves the training to a program of the user."""
+"""Jobs that are programs of the user."""

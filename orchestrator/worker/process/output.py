@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from orchestrator import features
 from orchestrator.protocol.flight import enqueued_in
 from orchestrator.protocol.messages import FlightRecord, Stacks
 from orchestrator.records.rank_log import C_STACK, PART_BYTES, log_header, newest_part, next_part
@@ -188,6 +189,7 @@ def _write_to(path: Path) -> None:
 _WAITS_IN = (
     *("/torch/distributed/", "/torch/autograd/", "/orchestrator/strategies/", "/orchestrator/state/transport.py"),
     *("/orchestrator/worker/control/rendezvous.py", "/orchestrator/compat/enqueue_gate.py"),
+    *(f"/orchestrator/features/{module.parent.name}/" for module in features.paths("strategies.py")),
 )
 """The innermost frame of a rank that waits for others is in a collective operation, in the backward pass, which
 averages gradients, in a strategy that waits for a message or a lock, or in the wait before the first of these. The code

@@ -17,9 +17,9 @@ from helpers.jobs.toys import Tokens, Toy
 from helpers.ranks.batches import validated
 from helpers.ranks.gang import Gang
 from orchestrator.config.schema import StrategyConfig
+from orchestrator.features.asynchronous.strategies import DPConfig
 from orchestrator.job import Job
 from orchestrator.protocol.messages import EvalPoint
-from orchestrator.strategies.keys import DPConfig
 
 DP = options_of("dp", num_workers=3)
 TRAIN = having(steps=6, global_batch_size=25, grad_accumulation=2)

@@ -14,11 +14,11 @@ import pytest
 
 from helpers.ranks.script_runs import SCRIPTS, outcomes, running
 from helpers.records.runs import in_campaign
+from orchestrator.features.scripts.script_run import WORK_CHECKS
 from orchestrator.policy.hang import awaited
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import Outcome
 from orchestrator.storage.remote import Remote
-from orchestrator.worker.script.script_run import WORK_CHECKS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -117,6 +117,7 @@ def test_what_a_script_has_started_ends_with_it(tmp_path: Path, how: str, end: s
         assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.campaign
 def test_a_script_that_cannot_save_says_so(tmp_path: Path) -> None:
     with running("silent.py", tmp_path, args="fail-at-stop") as ranks:
         for rank in ranks:

@@ -176,7 +176,7 @@ IN_PARTS = [
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(SteeredForward, "mesh-context-2"), (SteeredWords, "context-in-stages-2x2"), *in_campaign(*IN_PARTS)],
+    [(SteeredForward, "mesh-context-2"), *in_campaign((SteeredWords, "context-in-stages-2x2"), *IN_PARTS)],
 )
 def test_where_layers_and_tokens_are_divided_the_job_is_steered_too(
     gang: Gang, tmp_path: Path, kind: type[SteeredWords], name: str

@@ -17,8 +17,6 @@ from helpers.records.runs import in_campaign
 from orchestrator.job import Split
 
 CELLS: list[tuple[str, str, Outcome, str]] = [
-    ("features/softmax at hidden", "ddp, tensor", "equal", ""),
-    ("tokens/torchs own", "ddp, tensor", "equal", ""),
     ("features/hook of column", "ddp, sequence", "refused", "strategy.sequence=true: with a part of the tokens"),
     (
         "features/hook of row",
@@ -30,6 +28,8 @@ CELLS: list[tuple[str, str, Outcome, str]] = [
 ]
 """A model, the layout, the outcome, and words that are said."""
 RARER: list[tuple[str, str, Outcome, str]] = [
+    ("features/softmax at hidden", "ddp, tensor", "equal", ""),
+    ("tokens/torchs own", "ddp, tensor", "equal", ""),
     ("features/cap at logits", "fsdp, tensor", "equal", ""),
     ("tokens/squeeze and excite", "fsdp, context, tensor", "equal", ""),
     ("features/scalar at queries", "pipeline, tensor", "equal", ""),

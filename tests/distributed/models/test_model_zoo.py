@@ -41,17 +41,17 @@ KINDS: list[tuple[str, str, Outcome, str]] = [
     ("block reads its weights", "fsdp", "equal", ""),
     ("gradient penalty", "fsdp", "refused", "strategy.reshard_after_forward=false"),
     ("memory shared", "pipeline", "refused", "share memory"),
-    ("wide layer clamps its weights", "ddp, optimizer sharded", "equal", ""),
     ("contrastive loss", "fsdp", "by nature", "trains otherwise on parts of a batch"),
     ("class weights", "ddp", "by nature", "let Job.loss return a mean, and Job.weight"),
     ("block clamps its weights", "pipeline", "refused", "that the backward pass of an earlier micro-batch still needs"),
-    ("call overridden", "pipeline, zero bubble", "equal", ""),
     ("blocks tied", "mesh", "equal", ""),
-    ("norms in float32", "fsdp", "equal", ""),
-    ("root: TorchScript layer", "dp", "equal", ""),
 ]
 """Models by hand for the kinds of idioms that a strategy could break, the outcome, and words that are said."""
 RARER_KINDS: list[tuple[str, str, Outcome, str]] = [
+    ("wide layer clamps its weights", "ddp, optimizer sharded", "equal", ""),
+    ("call overridden", "pipeline, zero bubble", "equal", ""),
+    ("norms in float32", "fsdp", "equal", ""),
+    ("root: TorchScript layer", "dp", "equal", ""),
     ("block clamps its weights", "dp", "refused", "once for each device"),
     ("block clamps its weights", "parameter_server sync", "refused", "which the servers own"),
     ("momentum teacher", "dp", "refused", "once for each device"),

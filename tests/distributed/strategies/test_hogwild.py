@@ -65,7 +65,7 @@ def train_to_the_end(rank: int, case: Case) -> dict[str, Any]:
 
 
 def optimizer_state(strategy: Any) -> dict[str, torch.Tensor]:
-    from orchestrator.strategies.asynchronous.hogwild import optimizer_tensors
+    from orchestrator.features.asynchronous.hogwild import optimizer_tensors
 
     return optimizer_tensors(strategy.trained.optimizer)
 

@@ -16,7 +16,7 @@ from helpers.conformance.training import losses, make, steps, watched
 from helpers.jobs.toys import Toy
 from helpers.ranks.gang import Gang
 from orchestrator.config import schema
-from orchestrator.strategies.asynchronous.parameter_server.server import Server
+from orchestrator.features.asynchronous.parameter_server.server import Server
 
 
 def frozen_norm() -> nn.Module:

@@ -33,8 +33,8 @@ from helpers.jobs.toys import Normed, Poisoned, Tokens, Toy, TwoHeads
 from helpers.ranks.gang import Gang
 from helpers.records.runs import in_campaign
 from jobs.sparse import MatrixCompletion, SparseLogistic
+from orchestrator.features.asynchronous.strategies import ParameterServerConfig
 from orchestrator.strategies import registry
-from orchestrator.strategies.keys import ParameterServerConfig
 
 
 def server(num_servers: int = 2, **changes: Any) -> ParameterServerConfig:

@@ -157,6 +157,7 @@ def evaluated(rank: int, case: Case, checkpoint: Path) -> EvalPoint:
     return validated(strategy, rank, strategy.job.dataset("val"))
 
 
+@pytest.mark.campaign
 def test_a_run_is_exported_and_evaluated_as_that_of_one_worker(gang: Gang, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"layers": 2, "variant": "llama", "kv_heads": 2, "tied": True}
     case = Case(job=TinyGPT(**fields), train=having(steps=2, global_batch_size=8))

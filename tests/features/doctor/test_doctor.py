@@ -32,10 +32,10 @@ from orchestrator.features.doctor.node_checks import (
     check_output_dir,
     check_token,
 )
+from orchestrator.features.tracking.uri import check_tracking
 from orchestrator.planning.plan import Node
 from orchestrator.policy.node_check import exposure_warning, grouped
 from orchestrator.protocol.node_report import Finding, NodeReport
-from orchestrator.tracking.uri import check_tracking
 
 NODE = NodeReport(
     name="node2",

@@ -109,6 +109,7 @@ def trained(job: HuggingFace) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("format", ["hf", "adapter"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_computes_what_was_trained(folder: Path, tmp_path: Path, kind: str, format: str) -> None:

@@ -39,7 +39,9 @@ def section(name: str, cls: type[T], **changes: Any) -> T:
 
 
 def options_of(strategy: str, **changes: Any) -> Any:
-    """The default values of the keys of a strategy, but for these ``changes``."""
+    """The default values of the keys of a strategy, but for these ``changes``; of one that is missing, the name."""
+    if strategy not in registry.NAMES:
+        return schema.StrategyConfig(name=strategy, num_workers="auto")
     cls = registry.config_class(strategy)
     return _made_of(getattr(cls, "make", cls), group_values("strategy", strategy), **changes)
 

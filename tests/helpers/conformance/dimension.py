@@ -80,7 +80,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def copied_with_nothing(to: Path) -> None:
     """Copy the project, and add the dimension."""
     for name in ("orchestrator", "conf", "jobs", "tests"):
-        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("golden"))
     (to / FILE).write_text(TEXT)
     for file, lines in LINES.items():
         for before, added in lines:

@@ -21,6 +21,7 @@ from helpers.ranks.job_trials import one_thread
 from orchestrator.compat.pipelining import PASSES_CONSTANTS
 from orchestrator.config import schema
 from orchestrator.planning.mesh import DIMENSIONS, Coords, Mesh
+from orchestrator.strategies import registry
 from orchestrator.strategies.keys import MeshConfig
 
 # AdamW divides by the square root of tiny second moments, which magnifies rounding.
@@ -149,6 +150,9 @@ HOGWILD = options_of("hogwild", num_workers=2)
 LOCKED = options_of("locked_sgd", num_workers=2)
 EVERY = {**LAYOUTS, "dp-2": layout(DP, 1), "hogwild-2": layout(HOGWILD, 2), "locked_sgd-2": layout(LOCKED, 2)}
 """Those in one process too, and those whose losses are not those of one worker."""
+for _layouts in (LAYOUTS, EVERY):  # a feature may be missing
+    for _name in [name for name, of in _layouts.items() if of.options.name not in registry.NAMES]:
+        del _layouts[_name]
 
 
 @cache

@@ -1,7 +1,7 @@
 """The conformance matrix: each strategy in each scenario has the losses, norms, weights and averages of plain torch.
 
-A new strategy joins by one entry in ``LAYOUTS`` (``layouts.py``): it is in every scenario, which CI runs in one layout
-of each kind (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a mere variant
+A new strategy joins by one entry in ``LAYOUTS`` (``layouts.py``): it is in every scenario, which CI runs in some
+layouts in turn (:func:`cells`), and in the tests of checkpoints (``test_any_checkpoint.py``), unless it is a variant
 of another one (:data:`VARIANTS`). A new rule joins by one entry in :data:`SCENARIOS`. What does not hold stands in
 :data:`EXCEPTIONS`, with the reason.
 """
@@ -15,7 +15,7 @@ import torch
 
 import helpers.jobs.stage_toys as of
 from helpers.conformance.cases import Case, having
-from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, in_turn, passes_constants
+from helpers.conformance.layouts import ADAMW, EVERY, LAYOUTS, SGD, STAGED, in_turn, kind_of, passes_constants
 from helpers.conformance.reference import Seen
 from helpers.conformance.training import Steps
 from helpers.jobs.block_jobs import BlockDigits
@@ -219,16 +219,28 @@ FAST = {"ddp-2", "sharded-ddp-2", "fsdp-2", "model_parallel-2", "1F1B-2", "GPipe
 def cells() -> list[Any]:
     """Each scenario and each layout that is in it, as parameters of a test.
 
-    CI runs all layouts in the first scenario, and in each of the others those whose turn it is; the campaign runs all.
+    CI runs all layouts in the first scenario. In each of the others, it runs ``ddp-2``, another layout of whole models
+    and one that divides them, in turn, or those whose turn it is if the rule is about some layouts. The campaign runs
+    all.
     The turns begin so that eight workers train no language model, and tied tensors have several stages and replicas.
     """
     found = []
     for turn, (s, scenario) in enumerate(SCENARIOS.items(), 7):
         of_scenario = scenario.layouts or [name for name in SYNCHRONOUS if s in PLAIN or name not in VARIANTS]
         names = [name for name in of_scenario if (s, name) not in EXCEPTIONS]
-        kept = names if s == PLAIN[0] else {scenario.in_ci} if scenario.in_ci else in_turn(names, turn)
+        turns = in_turn(names, turn)
+        if not scenario.layouts:
+            others = [name for name in names if name != "ddp-2"]
+            of_kinds = (sorted(name for name in others if divides(name) == does) for does in (False, True))
+            turns = {"ddp-2", *(of_kind[turn % len(of_kind)] for of_kind in of_kinds)}
+        kept = names if s == PLAIN[0] else {scenario.in_ci} if scenario.in_ci else turns
         found += [pytest.param(s, name, marks=list(marks_of(s, name, kept))) for name in names]
     return found
+
+
+def divides(layout: str) -> bool:
+    """Whether the layout divides the model."""
+    return len(kind_of(layout)) > 1
 
 
 def marks_of(scenario: str, layout: str, kept: Collection[str]) -> Iterator[pytest.MarkDecorator]:

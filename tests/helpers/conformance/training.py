@@ -24,8 +24,6 @@ from orchestrator.state.checkpoint_writer import CheckpointWriter
 from orchestrator.state.part_writers import Writers
 from orchestrator.state.train_state import TrainState
 from orchestrator.strategies import registry
-from orchestrator.strategies.asynchronous.parameter_server.server import Server
-from orchestrator.strategies.asynchronous.parameter_server.worker import ParameterWorker
 from orchestrator.strategies.base import StepResult, Strategy
 from orchestrator.strategies.mesh_trainer import MeshTrainer
 from orchestrator.strategies.owner import Shards
@@ -198,11 +196,10 @@ def watched(strategy: Strategy, results: Iterable[StepResult]) -> Steps:
 
 def model_of(strategy: Strategy) -> nn.Module:
     """This rank's part of the model; a server has none."""
-    if isinstance(strategy, Server):
+    if not isinstance(strategy, Trainer):
         return nn.Module()
-    if isinstance(strategy, ParameterWorker):
-        strategy.pull()
-    assert isinstance(strategy, Trainer)
+    if (pull := getattr(strategy, "pull", None)) is not None:
+        pull()
     if isinstance(strategy, MeshTrainer) and isinstance(strategy.owner, Shards) and strategy.context.mesh.tensor == 1:
         return strategy.part.module()
     is_divided = strategy.context.mesh.divides_tensors

@@ -118,13 +118,13 @@ ROWS = [
     row
     for line in """\
 tier| layout                 | faults                       | source    | steps    | weights| variant         | workers
-fast| ddp                    | kill@13:1                    | in place  | 12       | equal  | late reports    |
+fast| ddp                    | kill@13:1                    | in place  | 12       | close  | late reports    |
     | ddp                    | kill@13:0                    | in place  | 12       | equal  | late reports    |
     | ddp with a spare       | kill@13:0 or kill@13:1       | in place  | 12       | equal  | late reports    |
     | ddp                    | raise@13:1 or exit@13:1      | in place  | 12       | equal  |                 |
     | ddp                    | segv@13:1                    | in place  | 12       | equal  |                 |
     | ddp                    | sleep@13:1 or gil@13:1       | in place  | 12       | equal  | short patience  |
-ci  | ddp    | kill@8:0:checkpoint segv@13:1 stop@20:1| in place  | 8 12 19  | close  |                 |
+ci  | ddp    | kill@8:0:checkpoint segv@13:1 stop@20:1| in place  | 8 12 19  | equal  |                 |
     | ddp                    | kill@8:1:eval                | in place  | 8        | equal  |                 |
     | ddp                    | kill@24:1:eval               | in place  | 24       | equal  |                 |
     | ddp                    | kill@24:0:checkpoint         | in place  | 24       | equal  |                 |

@@ -12,7 +12,7 @@ from helpers.records.runs import PYTHONPATH
 def environment(**changes: str) -> dict[str, str]:
     """That of this process without the variables of Ray, with the jobs of ``helpers`` on the path, and ``changes``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**kept, "PYTHONPATH": PYTHONPATH, **changes}
+    return {**kept, "RAY_worker_niceness": "0", "PYTHONPATH": PYTHONPATH, **changes}
 
 
 def start(*overrides: str, cwd: Path, **env: str) -> subprocess.Popen[str]:

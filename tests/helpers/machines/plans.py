@@ -25,6 +25,13 @@ def config_of(*words: str) -> Config:
     return config
 
 
+UNEVEN = (
+    Node(node_id="a", name="big", cpus=8, gpus=4),
+    Node(node_id="b", name="small", cpus=2, gpus=1),
+    Node(node_id="c", name="none", cpus=32, gpus=0),
+)
+
+
 def plan_of(nodes: tuple[Node, ...], *words: str, embedded: bool = False) -> Plan:
     config = config_of(*words)
     return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=embedded)

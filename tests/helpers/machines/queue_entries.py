@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orchestrator.protocol.queue_entries import QueueEntry
+from orchestrator.features.queue.entries import QueueEntry
 
 
 def entry(name: str, *, at: float = 0.0, **fields: Any) -> QueueEntry:

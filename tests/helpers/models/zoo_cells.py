@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, plan_of
+from helpers.conformance.cases import DDP, SINGLE, Case, config_of, having, options_of, plan_of
 from helpers.conformance.layouts import (
     ADAMW,
     DP,
@@ -20,7 +20,6 @@ from helpers.conformance.layouts import (
     HSDP,
     LOCKED,
     MODEL_PARALLEL,
-    PARAMETER_SERVER,
     SGD,
     SHARDED_DDP,
     ddp_pipeline,
@@ -59,9 +58,10 @@ STRATEGIES: dict[str, tuple[StrategyConfig, int]] = {
     "mesh": (mesh(Mesh(pipeline=2, shard=2), shard_optimizer=True).options, 4),
     "hogwild": (HOGWILD, 2),
     "locked_sgd": (LOCKED, 2),
-    "parameter_server sync": (replace(PARAMETER_SERVER, num_shards=1), 3),
-    "parameter_server async": (replace(PARAMETER_SERVER, num_shards=1, consistency="async"), 3),
+    "parameter_server sync": (options_of("parameter_server", num_shards=1, num_workers=2, consistency="sync"), 3),
+    "parameter_server async": (options_of("parameter_server", num_shards=1, num_workers=2, consistency="async"), 3),
 }
+STRATEGIES = {name: of for name, of in STRATEGIES.items() if of[0].name in registry.NAMES}  # a feature may be missing
 """A strategy with its keys, and the number of its processes."""
 WHOLE_DDP = replace(DDP, bucket_mb="auto")
 DIVIDED: dict[str, tuple[StrategyConfig, int]] = {

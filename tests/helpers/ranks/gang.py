@@ -170,7 +170,12 @@ class Gang:
             [sys.executable, "-m", "helpers.ranks.gang", self.backend.name, self.imports, *map(str, theirs)],
             pass_fds=theirs,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
         )
         for _, there in pairs:
             there.close()

@@ -11,12 +11,12 @@ from pathlib import Path
 from helpers.conformance.cases import CLUSTER
 from helpers.machines.plans import LAPTOP, config_of, plan_of
 from orchestrator.config.redact import Redactor
+from orchestrator.features.scripts.script_run import ScriptRun
 from orchestrator.protocol.messages import Assignment, Heartbeat, Outcome, Place, WorkerEnvironment
 from orchestrator.storage.remote import Remote
 from orchestrator.strategies.external.job import Script
 from orchestrator.worker.control.control import AbandonedError, Outbox, StepGate
 from orchestrator.worker.control.rendezvous import open_store
-from orchestrator.worker.script.script_run import ScriptRun
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -18,7 +18,6 @@ from orchestrator.records import run_dir as rundir
 from orchestrator.records.journal import Journal, read_metrics
 from orchestrator.records.lock import this_process
 from orchestrator.records.run_dir import RunDir
-from orchestrator.tracking.mlflow import connect
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -121,6 +120,8 @@ def has_imported_mlflow(follower: psutil.Process) -> bool:
 
 
 def client_of(uri: str) -> MlflowClient:
+    from orchestrator.features.tracking.mlflow import connect  # which tests of the core do without
+
     return connect(uri, request_timeout_s=10)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from orchestrator.config.schema import Config
 from orchestrator.config.synonyms import GONE, NAMES, instead
-from orchestrator.strategies.registry import MODULES, config_class
+from orchestrator.strategies.registry import NAMES as STRATEGIES
+from orchestrator.strategies.registry import config_class
 
 
 def known_keys() -> set[str]:
@@ -17,9 +18,10 @@ def known_keys() -> set[str]:
     for name, kind in sections.items():
         if dataclasses.is_dataclass(section := module.get(str(kind))):
             found |= {f"{name}.{field.name}" for field in dataclasses.fields(section)}
-    return found | {f"strategy.{field.name}" for name in MODULES for field in dataclasses.fields(config_class(name))}
+    return found | {f"strategy.{field.name}" for name in STRATEGIES for field in dataclasses.fields(config_class(name))}
 
 
+@pytest.mark.needs("asynchronous")
 def test_every_remedy_names_keys_that_exist() -> None:
     named = {key for remedy in NAMES for key in re.findall(r"[a-z_]+\.[a-z_]+|^[a-z_]+|[a-z_]+(?==)", remedy)}
     named |= {key for remedy in GONE.values() for key in re.findall(r"[a-z_.]+(?==)", remedy)}

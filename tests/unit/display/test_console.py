@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.files.golden import Golden, sections
+from helpers.machines.plans import plan_of
 from helpers.records.console_events import (
     FAILED,
     FINISHED,
@@ -21,12 +22,11 @@ from helpers.records.console_events import (
     point,
     printed,
 )
-from orchestrator.config.compose import compose
 from orchestrator.display.chosen_metrics import ChosenMetrics
 from orchestrator.display.console import make_console
-from orchestrator.display.plain_text import duration, size, sparkline
+from orchestrator.display.plain_text import duration, rate, size, sparkline
 from orchestrator.display.report import errors_text, plan_table
-from orchestrator.planning.plan import Node, Plan, make_plan
+from orchestrator.planning.plan import Node
 from orchestrator.protocol.events import (
     ONLY_OWN,
     BestFound,
@@ -47,7 +47,6 @@ from orchestrator.protocol.events import (
     WorkerLost,
     Yielded,
 )
-from orchestrator.strategies import registry
 
 
 def test_metrics_line_is_self_contained() -> None:
@@ -265,15 +264,9 @@ def test_figures() -> None:
     assert [duration(s) for s in (0, 9.94, 9.96, 59.7, 185, 7500)] == ["0.0s", "9.9s", "10s", "1m00s", "3m05s", "2h05m"]
     assert [size(b) for b in (0, 999, 2_140_000, 5e15)] == ["0 B", "999 B", "2.14 MB", "5e+03 TB"]
     assert [size(b) for b in (999_499, 999_500, 999_999_999, 10**9)] == ["999 kB", "1 MB", "1 GB", "1 GB"]
+    assert [rate(r) for r in (4.25, 99.94, 999.6, 8310.2)] == ["4.25", "99.9", "1,000", "8,310"]
     assert sparkline([0, 1, 2, float("nan")], unicode=True) == "▁▅█?"
     assert sparkline([1, 1], unicode=True, from_zero=True) == "██"
-
-
-def plan_for(*overrides: str, nodes: tuple[Node, ...]) -> Plan:
-    errors: list[str] = []
-    config, _ = compose(list(overrides), errors, registry.config_class)
-    assert config is not None, errors
-    return make_plan(config, registry.load(config.strategy.name), nodes, oversubscribe_cpus=False)
 
 
 def test_a_stop_promises_no_checkpoint_where_there_is_nothing_to_save() -> None:
@@ -295,13 +288,13 @@ def test_a_stop_promises_no_checkpoint_where_there_is_nothing_to_save() -> None:
 
 def test_plan_table_says_what_is_asked_what_is_there_and_who_gets_what(golden: Golden) -> None:
     nodes = (Node(node_id="a", name="laptop", cpus=4, gpus=0),)
-    plan = plan_for("strategy=ddp", "train.global_batch_size=65", "strategy.num_workers=2", nodes=nodes)
+    plan = plan_of(nodes, "strategy=ddp", "train.global_batch_size=65", "strategy.num_workers=2")
     golden("plan/uneven-shares", plan_table(plan, nodes))
 
 
 def test_plan_table_summarises_many_workers_and_nodes(golden: Golden) -> None:
     nodes = tuple(Node(node_id=str(n), name=f"gpu-{n}", cpus=64, gpus=4) for n in range(16))
-    plan = plan_for("strategy=ddp", "train.global_batch_size=1050", nodes=nodes)
+    plan = plan_of(nodes, "strategy=ddp", "train.global_batch_size=1050")
     golden("plan/many-workers", plan_table(plan, nodes))
 
 

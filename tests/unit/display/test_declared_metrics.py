@@ -2,14 +2,10 @@
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from orchestrator.display.comparison import read_run
-from orchestrator.display.comparison_analysis import Comparison
-from orchestrator.display.comparison_report import table
 from orchestrator.display.console import make_console
 from orchestrator.display.panel import RunView, draw
 from orchestrator.planning.mesh import Mesh
@@ -18,7 +14,6 @@ from orchestrator.protocol.core_metrics import CORE_METRICS
 from orchestrator.protocol.events import MetricsLogged
 from orchestrator.protocol.messages import TrainPoint
 from orchestrator.protocol.metrics import Column, MetricSpec, Summary, from_record, measured, to_record
-from orchestrator.records.run_dir import RunDir
 
 STALENESS = MetricSpec(
     name="async/staleness",
@@ -68,26 +63,6 @@ def test_a_declared_metric_is_on_the_progress_line_and_in_the_panel(aggregator: 
     with panel.capture() as captured:
         panel.print(draw(view, width=80, height=24, now=20.0))
     assert "metrics    staleness 4.2" in captured.get()
-
-
-def test_a_declared_metric_has_a_column_in_compare_if_a_run_has_it(
-    tmp_path: Path, aggregator: Aggregator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    logged(aggregator, 10, 3.0, 4.25)
-    metrics = [to_record(spec) for spec in aggregator.specs()]
-    runs = {name: RunDir(tmp_path / name) for name in ("12-30-01-old", "12-31-01-new")}
-    for run in runs.values():
-        run.path.mkdir()
-        run.update_record(strategy="hogwild", job="digits", summary={"final_loss": 0.5})
-    before = table(Comparison([read_run(run.path) for run in runs.values()]))
-    assert "staleness" not in before
-    runs["12-31-01-new"].update_record(summary=aggregator.summary(), metrics=metrics)
-    text = table(Comparison([read_run(run.path) for run in runs.values()]))
-    headings = text.splitlines()[0].split()
-    assert headings == [*before.splitlines()[0].split()[:-3], "staleness", *before.splitlines()[0].split()[-3:]]
-    (new,) = (line.split() for line in text.splitlines() if line.startswith("12-31-01-new"))
-    assert "4.2" in new
 
 
 @pytest.mark.parametrize("spec", [STALENESS, *CORE_METRICS], ids=lambda spec: str(spec.name))

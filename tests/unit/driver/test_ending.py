@@ -1,20 +1,14 @@
 """What the end of a run suggests to type next."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
-from helpers.conformance.cases import Case, config_of
-from helpers.files.golden import Golden
-from helpers.jobs.quick_jobs import digits
-from orchestrator.config.redact import Redactor
 from orchestrator.driver.ending import RunEnding
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.run_context import RunResult
-from orchestrator.driver.sweep_session import _publish
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.json_file import write_json
 from orchestrator.records.run_dir import RunDir
@@ -52,6 +46,7 @@ def test_a_run_is_offered_to_resume_only_if_it_has_a_checkpoint(saved: bool, tmp
     assert ("continue it" in commands(run_dir, "FAILED")) == saved
 
 
+@pytest.mark.needs("sweep")
 def test_a_run_that_failed_is_compared_only_with_others_that_finished(tmp_path: Path) -> None:
     compare = f"orchestrator compare --last 5 --output-dir {tmp_path}"
     run_dir = rundir.create(tmp_path, "digits-ddp")
@@ -62,12 +57,15 @@ def test_a_run_that_failed_is_compared_only_with_others_that_finished(tmp_path: 
     assert compare not in commands(run_dir, "FAILED")
 
 
+@pytest.mark.needs("tracking")
 def test_event_files_of_tensorboard_are_opened_last(tmp_path: Path) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
     (run_dir.sinks / "tensorboard").mkdir(parents=True)
     assert commands(run_dir, "FINISHED")[-1] == f"tensorboard --logdir {tmp_path}"
 
 
+@pytest.mark.needs("sweep")
+@pytest.mark.needs("tracking")
 def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: Path) -> None:
     run_dir = rundir.create(tmp_path, "digits-ddp")
     assert commands(run_dir, "FINISHED", in_sweep=True) == ()
@@ -75,22 +73,3 @@ def test_a_run_of_a_sweep_leaves_what_concerns_all_runs_to_the_sweep(tmp_path: P
         f"orchestrator compare --last 5 --output-dir {tmp_path}",
         "mlflow ui --backend-store-uri sqlite:///runs.db",
     )
-
-
-# The end of a sweep -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("record", ["{}", "{"], ids=["without a driver", "damaged"])
-def test_a_last_run_whose_record_is_damaged_costs_only_the_upload_of_the_comparison(
-    record: str, tmp_path: Path, golden: Golden
-) -> None:
-    run_dir = rundir.create(tmp_path, "digits-ddp")
-    run_dir.record_file.write_text(record)
-    said: list[str] = []
-    sweep: Any = SimpleNamespace(say=said.append)
-    tracking = replace(config_of(Case(job=digits()), 1).tracking, uri="sqlite:///runs.db")
-    candidate: Any = SimpleNamespace(config=SimpleNamespace(tracking=tracking), redactor=Redactor())
-    last = RunResult(status="FINISHED", exit_code=0, run_dir=run_dir.path, summary={"mlflow_page": "http://page"})
-    _publish(sweep, candidate, last)
-    golden.says(said[0], RECORD=run_dir.record_file)
-    assert said[1:] == ["next: mlflow ui --backend-store-uri sqlite:///runs.db", "charts: http://page"]

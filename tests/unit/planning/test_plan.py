@@ -5,16 +5,10 @@ import pickle
 import pytest
 
 from helpers.files.golden import Golden
-from helpers.machines.plans import GPU_BOX, LAPTOP, errors_of, plan_of
+from helpers.machines.plans import GPU_BOX, LAPTOP, UNEVEN, errors_of, plan_of
 from orchestrator.planning.capacity import cpus_for_data
 from orchestrator.planning.mesh import Resources, workers_on_node, workers_on_nodes
 from orchestrator.planning.plan import Node, Plan
-
-UNEVEN = (
-    Node(node_id="a", name="big", cpus=8, gpus=4),
-    Node(node_id="b", name="small", cpus=2, gpus=1),
-    Node(node_id="c", name="none", cpus=32, gpus=0),
-)
 
 
 def shares(plan: Plan) -> list[int]:
@@ -63,21 +57,6 @@ def test_auto_leaves_gpus_for_the_spares_and_completes_every_replica(
     nodes: tuple[Node, ...], words: list[str], workers: int
 ) -> None:
     assert plan_of(nodes, *words).world_size == workers
-
-
-@pytest.mark.parametrize(("words", "devices"), [([], 4), (["recovery.spares=1"], 2), (["recovery.spares=2"], 1)])
-def test_auto_gives_the_one_process_of_dp_the_gpus_of_the_largest_node(words: list[str], devices: int) -> None:
-    plan = plan_of(UNEVEN, "strategy=dp", "cluster.cpus_per_worker=0.5", *words)
-    assert (plan.world_size, plan.devices_per_worker, plan.gpus_per_worker) == (1, devices, devices)
-
-
-@pytest.mark.parametrize("strategy", ["hogwild", "locked_sgd", "parameter_server"])
-def test_a_strategy_for_cpus_leaves_the_gpus_unused_unless_they_are_demanded(strategy: str) -> None:
-    plan = plan_of(GPU_BOX, f"strategy={strategy}")
-    assert (plan.device, plan.mesh.num_workers, plan.gpus_per_worker) == ("cpu", 2, 0)
-    assert any(note.startswith(f"strategy={strategy} leaves the GPUs unused: its workers ") for note in plan.notes)
-    for nodes, word in ((LAPTOP, "cluster.device=auto"), (GPU_BOX, "cluster.device=cpu")):
-        assert not any("unused" in note for note in plan_of(nodes, f"strategy={strategy}", word, embedded=True).notes)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +136,6 @@ def test_a_gpu_without_enough_cpus_beside_it_is_no_room() -> None:
     assert plan_of(nodes, "cluster.cpus_per_worker=0.25").world_size == 8
 
 
-def test_workers_that_share_memory_fit_on_one_node_with_their_spares() -> None:
-    nodes = tuple(Node(node_id=n, name=n, cpus=2, gpus=0) for n in "ab")
-    assert plan_of(nodes, "strategy=hogwild", "strategy.num_workers=2").one_node
-
-
 @pytest.mark.parametrize(("share", "workers"), [(0.1, 10), (0.3, 3), (0.5, 2), (0.2, 5), (0.0001, 10_000)])
 def test_fractions_of_a_cpu_fill_it_exactly(share: float, workers: int) -> None:
     nodes = (Node(node_id="a", name="a", cpus=1, gpus=0),)
@@ -177,6 +151,7 @@ def test_a_cluster_that_grows_is_asked_for_more_than_it_has() -> None:
     assert (plan.world_size, plan.device, plan.gpus_per_worker) == (8, "cuda", 1)
 
 
+@pytest.mark.needs("asynchronous")
 def test_what_does_not_fit_is_refused(golden: Golden) -> None:
     """On this machine, or on nodes: ``8+4,2+1`` is one of 8 CPUs and 4 GPUs, and one of 2 CPUs and 1 GPU."""
 

@@ -1,5 +1,6 @@
 """Which size a run has, and who sits where: decided without Ray."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,6 @@ def test_errors_may_be_rehearsed_on_any_rank_of_the_largest_size(golden: Golden)
     [
         (("strategy.num_workers=[3,2]",), "1 <= min <= max"),
         (("strategy.num_workers=[0,2]",), "1 <= min <= max"),
-        (("strategy=hogwild", "strategy.num_workers=[1,2]"), "needs a fixed number of workers; set one number"),
         (("strategy=single", "strategy.num_workers=[1,2]"), "needs a fixed number of workers; set one number"),
         (("strategy.num_workers=[2,3]", "train.global_batch_size=1"), "fewer than one sample for each of 2 workers"),
     ],
@@ -270,6 +270,12 @@ def test_on_an_autoscaler_a_run_starts_with_what_is_granted_and_not_less_than_it
     assert [sizes.fitting(room).world_size for room in (0, 2, 6, 12)] == [2, 2, 6, 10]
 
 
+def test_the_largest_size_that_fits_leaves_room_for_the_spares() -> None:
+    by_mesh = {mesh: replace(DDP.plan(mesh), spares=1) for mesh in DDP.meshes}
+    spared = Sizes(DDP.meshes, by_mesh.__getitem__, initial=DDP.meshes[-1])
+    assert [spared.fitting(room).world_size for room in (2, 4, 5)] == [2, 3, 4]
+
+
 # Where survivors can save -------------------------------------------------------------------------
 
 
@@ -278,13 +284,14 @@ def rescue(plan: Plan, sizes: Sizes, alive: list[int]) -> tuple[int | None, ...]
     return None if assignment is None else assignment.before
 
 
+def planned(*words: str) -> Sizes:
+    (checked_run,) = check_all([["tracking=none", "train.global_batch_size=96", *words]])
+    assert checked_run.sizes is not None
+    return checked_run.sizes
+
+
 @pytest.mark.slow
 def test_survivors_save_below_the_smallest_size() -> None:
-    def planned(*words: str) -> Sizes:
-        (checked_run,) = check_all([["tracking=none", "train.global_batch_size=96", *words]])
-        assert checked_run.sizes is not None
-        return checked_run.sizes
-
     fixed = planned("strategy.num_workers=4")
     assert rescue(fixed.initial, fixed, [1, 3]) == (1, 3)
     elastic = planned("strategy.num_workers=[3,4]")
@@ -294,5 +301,10 @@ def test_survivors_save_below_the_smallest_size() -> None:
     assert rescue(replicas.initial, replicas, [1, 3]) is None, "the first stage is lost everywhere"
     pipeline = planned("strategy=pipeline", "strategy.num_workers=3")
     assert rescue(pipeline.initial, pipeline, [0, 1]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.needs("asynchronous")
+def test_parameters_on_servers_have_no_second_copy() -> None:
     servers = planned("strategy=parameter_server", "strategy.num_workers=2")
     assert rescue(servers.initial, servers, [0, 1]) is None

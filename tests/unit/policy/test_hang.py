@@ -212,7 +212,10 @@ def test_each_phase_has_its_own_usual_time(clock: SimpleNamespace) -> None:
     ("file", "expected"),
     [
         ("/lib/torch/distributed/distributed_c10d.py", True),
-        ("/lib/orchestrator/strategies/asynchronous/shared_memory.py", True),
+        ("/lib/orchestrator/strategies/mesh_trainer.py", True),
+        pytest.param(
+            "/lib/orchestrator/features/asynchronous/shared_memory.py", True, marks=pytest.mark.needs("asynchronous")
+        ),
         ("/home/me/my_job.py", False),
     ],
 )

@@ -3,7 +3,7 @@
 import time
 
 from helpers.files.golden import Golden, sections
-from orchestrator.policy.queue_order import ClusterState, Holding, NodeState, Request, can_ever_fit, explain, room
+from orchestrator.policy.shortage import ClusterState, Holding, NodeState, Request, can_ever_fit, explain, room
 
 NOW = time.mktime((2026, 5, 4, 15, 0, 0, 0, 0, -1))
 HOUR_S = 3600.0

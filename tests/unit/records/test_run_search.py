@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.files.golden import Golden
-from orchestrator import compare, logs, runs, stop
+from orchestrator import logs, runs, stop
 from orchestrator.driver.reporting import KnownOutput, readable
 from orchestrator.records import run_dir as rundir
 from orchestrator.records.lock import this_process
@@ -150,6 +150,7 @@ def test_directories_of_a_cluster_that_cannot_be_read_are_named(tmp_path: Path, 
     golden.says(notes)
 
 
+@pytest.mark.needs("submit")
 def test_the_cluster_of_the_environment_is_asked_unless_the_runs_are_named(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
@@ -162,8 +163,3 @@ def test_the_cluster_of_the_environment_is_asked_unless_the_runs_are_named(
     assert logs.main([str(run.path)]) == 0
     assert runs.main(["--address="]) == 0
     assert "digits-ddp" in capsys.readouterr().out
-    assert compare.main(["--no-picture"]) == 2
-    assert "compare: --address=http://127.0.0.1:1: " in capsys.readouterr().err
-    assert compare.main([str(run.path), "--no-picture"]) == 0
-    assert compare.main(["--mlflow", "nothing://"]) == 2
-    assert "compare: --mlflow: " in capsys.readouterr().err

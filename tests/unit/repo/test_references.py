@@ -10,13 +10,15 @@ import yaml
 
 import orchestrator
 from helpers.files.documents import PAGES
+from orchestrator.config.files import choices, conf_dir, shipped_dirs
 from orchestrator.protocol.events import Event
-from orchestrator.protocol.metric_meanings import MEANINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "docs"))
 
 import references  # noqa: E402
+
+MEANINGS = references.MEANINGS
 
 METRIC = re.compile(r"(train|val|perf|memory|pipeline|parameter_server|async|hogwild|dp|recovery)/[\w<>]*[a-z\d>]")
 
@@ -38,15 +40,15 @@ def test_the_pages_in_the_repository_have_the_references() -> None:
 
 
 def test_every_key_of_the_configuration_files_is_in_the_reference() -> None:
-    defaults = yaml.safe_load((ROOT / "conf/config.yaml").read_text())
+    defaults = yaml.safe_load((conf_dir() / "config.yaml").read_text())
     keys = {f"{section}.{key}" for section, values in defaults.items() if isinstance(values, dict) for key in values}
     for group in ("cluster", "tracking", "strategy", "mesh"):
-        for path in (ROOT / "conf" / group).glob("*.yaml"):
+        for path in (path for directory in shipped_dirs() for path in (directory / group).glob("*.yaml")):
             keys |= {f"{group.replace('mesh', 'strategy')}.{key}" for key in yaml.safe_load(path.read_text())}
     keys = {key for key in keys if not re.match(r"hydra\.|\w+\.(defaults|name|fixed)$", key)}
     assert len(keys) > 100
     assert {key for key in keys if f"| `{key}` |" not in KEYS} == set()
-    groups = {f"{group}={p.stem}" for group in ("strategy", "job") for p in (ROOT / "conf" / group).glob("*.yaml")}
+    groups = {f"{group}={name}" for group in ("strategy", "job") for name in choices(group)}
     assert groups <= headings(KEYS)
 
 

@@ -176,22 +176,16 @@ class Pruning:
 
 
 @pytest.mark.slow
-def test_the_best_is_kept_until_a_better_one_is_written(pruning: Pruning) -> None:
-    assert pruning.save(10, best=10) == [10]
-    assert pruning.save(20, best=10) == [10, 20]
-    assert pruning.save(30, best=30, fails=True) == [10, 20]
-    assert pruning.save(40, best=30) == [10, 40]
-    found = pruning.store.best()
-    assert (found.step, found.value) == (10, 0.1)
-    assert pruning.save(50, best=50) == [50]
-
-
-@pytest.mark.slow
-def test_the_best_of_an_earlier_part_is_kept_by_one_that_follows_nothing(pruning: Pruning) -> None:
-    assert pruning.save(10, best=10) == [10]
-    assert pruning.save(20, best=10) == [10, 20]
-    for step in (30, 40):
-        assert pruning.save(step, best=None) == [10, step]
+@pytest.mark.parametrize(
+    "later",
+    [[(30, 30, True, [10, 20]), (40, 30, False, [10, 40])], [(30, None, False, [10, 30]), (40, None, False, [10, 40])]],
+    ids=["a better one cannot be written", "a part of the run follows no metric"],
+)
+def test_the_best_is_kept_until_a_better_one_is_written(
+    pruning: Pruning, later: list[tuple[int, int | None, bool, list[int]]]
+) -> None:
+    for step, best, fails, kept in [(10, 10, False, [10]), (20, 10, False, [10, 20]), *later]:
+        assert pruning.save(step, best=best, fails=fails) == kept
     found = pruning.store.best()
     assert (found.step, found.value) == (10, 0.1)
     assert pruning.save(50, best=50) == [50]

@@ -48,15 +48,6 @@ def test_ranks_drop_other_entries_of_what_is_divided_alone() -> None:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class WithoutPositions(TinyGPT):
-    layers: int = 2
-    variant: str = "llama"
-
-    def positioned(self, inputs: Any) -> Any:
-        return inputs
-
-
 class Mixed(nn.Module):
     """A block in which tokens see each other in another way, before attention."""
 

@@ -1,6 +1,7 @@
 """What ``train.precision`` means, and what refuses it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from orchestrator.config.schema import StrategyConfig
 from orchestrator.model.precision import Precision, summable
 from orchestrator.strategies.measure.device import precision_error, set_tf32
 from orchestrator.strategies.trained import GROWTH_STEPS, INITIAL, LossScale
-
-ASYNC = replace(PARAMETER_SERVER, consistency="async")
 
 
 def test_the_scale_is_halved_by_an_overflow_and_doubled_after_many_updates() -> None:
@@ -84,16 +83,25 @@ def test_a_gpu_without_bfloat16_is_refused(precision: str, has_bf16: bool, refus
         golden.says(error)
 
 
+@pytest.mark.needs("asynchronous")
 @pytest.mark.parametrize(
-    ("options", "precision", "said"),
+    ("options", "keys", "precision", "said"),
     [
-        (HOGWILD, "fp16", "strategy=hogwild: its workers update one after another"),
-        (LOCKED, "fp16", "strategy=locked_sgd: its workers update one after another"),
-        (PARAMETER_SERVER, "fp16", "strategy=parameter_server: its workers push gradients before"),
-        (ASYNC, "bf16-true", "strategy=parameter_server: its servers hold the parameters as the job builds them"),
+        (HOGWILD, {}, "fp16", "strategy=hogwild: its workers update one after another"),
+        (LOCKED, {}, "fp16", "strategy=locked_sgd: its workers update one after another"),
+        (PARAMETER_SERVER, {}, "fp16", "strategy=parameter_server: its workers push gradients before"),
+        (
+            PARAMETER_SERVER,
+            {"consistency": "async"},
+            "bf16-true",
+            "strategy=parameter_server: its servers hold the parameters as the job builds them",
+        ),
     ],
 )
-def test_the_plan_refuses_what_a_strategy_does_not_support(options: StrategyConfig, precision: str, said: str) -> None:
+def test_the_plan_refuses_what_a_strategy_does_not_support(
+    options: StrategyConfig, keys: dict[str, Any], precision: str, said: str
+) -> None:
+    options = replace(options, **keys)
     case = Case(job=digits(), options=options, train=having(precision=precision))
     with pytest.raises(ConfigError, match=f"train.precision={precision}: {said}.*; set it to bf16 or fp32"):
         plan_of(config_of(case, 2 + getattr(options, "num_shards", 0)))

@@ -20,6 +20,8 @@ from helpers.jobs.toys import Toy
 from orchestrator.config.schema import StrategyConfig
 from orchestrator.job import Job
 
+NEEDED = partial(pytest.param, marks=pytest.mark.needs("asynchronous"))
+
 
 def errors_of(job: Job, options: StrategyConfig, *, world_size: int = 2, **train: Any) -> list[str]:
     return checked(Case(job=job, options=options, train=having(**train)), world_size)[0]
@@ -29,7 +31,9 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("options", [DDP, PARAMETER_SERVER, MODEL_PARALLEL, SINGLE], ids=lambda options: options.name)
+@pytest.mark.parametrize(
+    "options", [DDP, NEEDED(PARAMETER_SERVER), MODEL_PARALLEL, SINGLE], ids=lambda options: options.name
+)
 def test_parameters_without_a_shape(options: StrategyConfig, golden: Golden) -> None:
     world_size = 1 if options is SINGLE else 4 if options is PARAMETER_SERVER else 2
     [error] = errors_of(Toy(build=lazy), options, world_size=world_size)
@@ -85,7 +89,7 @@ SHARDED_OPTIMIZER = replace(DDP, shard_optimizer=True)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
     ("options", "world_size"),
-    [(FSDP, 2), (MODEL_PARALLEL, 2), (PARAMETER_SERVER, 4), (HOGWILD, 2), (SHARDED_OPTIMIZER, 2)],
+    [(FSDP, 2), (MODEL_PARALLEL, 2), NEEDED(PARAMETER_SERVER, 4), NEEDED(HOGWILD, 2), (SHARDED_OPTIMIZER, 2)],
     ids=["fsdp", "model_parallel", "parameter_server", "hogwild", "shard_optimizer"],
 )
 def test_parameters_in_the_same_memory_are_refused_where_they_would_be_apart(
@@ -246,7 +250,7 @@ def test_padding_at_the_end_of_a_stream_that_is_evaluated_is_refused_before_trai
     assert all("let job.dataset('test') have a multiple of 32 samples" in error for error in errors)
 
 
-@pytest.mark.parametrize("options", [pipeline("1F1B", 2), DP])
+@pytest.mark.parametrize("options", [pipeline("1F1B", 2), NEEDED(DP)])
 def test_batches_without_a_row_for_each_sample_are_refused_where_they_are_cut(
     options: StrategyConfig, golden: Golden
 ) -> None:

@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from helpers.jobs.optimizers import (
     KINDS,
     Forgetful,
     Global,
-    Lists,
     OptimizedDigits,
     OwnStep,
     Sharpness,
@@ -25,7 +23,6 @@ from helpers.jobs.optimizers import (
 )
 from helpers.jobs.step_toys import GAN
 from orchestrator.job import Job
-from orchestrator.strategies.asynchronous.hogwild import HogwildRules
 from orchestrator.strategies.checks.optimizer_trials import optimizer_errors
 from orchestrator.strategies.constructor import Outline
 from orchestrator.strategies.update.job_optimizer import ELEMENTWISE
@@ -103,26 +100,3 @@ RATE = torch.tensor(0.1)
 def test_a_trial_leaves_a_learning_rate_that_is_a_tensor_of_the_job() -> None:
     assert errors(OptimizedDigits(kind=partial(torch.optim.SGD, lr=RATE))) == []
     assert torch.equal(RATE, torch.tensor(0.1))
-
-
-class Steered(torch.optim.SGD):
-    """Has a tensor of its own in the state of each parameter."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter].setdefault("trust", torch.ones(()))
-        super().step()
-
-
-def test_workers_that_share_memory_refuse_state_that_they_would_not_share() -> None:
-    for job, words in (
-        (OptimizedDigits(kind=Steered), "Job.optimizer: Steered: several workers cannot share its trust; use SGD"),
-        (OptimizedDigits(kind=Lists), "Job.optimizer: Lists: its state cannot be shared by several workers"),
-    ):
-        found: list[str] = []
-        chosen = EVERY["hogwild-2"]
-        config = config_of(chosen.of(Case(job=job, train=TRAIN)), chosen.world_size)
-        HogwildRules.check_job(config, Outline(job, config.train), plan_of(config), found)
-        assert len(found) == 1
-        assert found[0].startswith(f"strategy=hogwild: {words}")

@@ -89,7 +89,9 @@ def test_text_is_read_back_as_it_was_given() -> None:
     assert spec.fields == given
 
 
-@pytest.mark.parametrize("strategy", ["ddp_pipeline", "parameter_server"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp_pipeline", pytest.param("parameter_server", marks=pytest.mark.needs("asynchronous"))]
+)
 def test_the_configuration_of_a_run_is_a_mapping(strategy: str) -> None:
     errors: list[str] = []
     config, _ = compose([f"strategy={strategy}", "job=gpt", "name=a b"], errors, registry.config_class)

@@ -62,6 +62,7 @@ def test_the_recorded_configuration_comes_back_without_what_is_for_training(run_
     assert [word for word in words if word.startswith(("strategy", "job"))] == ["strategy=single", "job=digits"]
 
 
+@pytest.mark.needs("asynchronous")
 def test_a_record_with_keys_that_have_gone_since_can_be_evaluated(tmp_path: Path) -> None:
     file = run_of(tmp_path, Digits(hidden=4, depth=2), "strategy=parameter_server").config_file
     recorded = file.read_text()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from helpers.files.golden import Golden
+from helpers.machines.plans import config_of
 from orchestrator import cli
-from orchestrator.config.compose import compose
 from orchestrator.config.files import GROUPS, choices
 from orchestrator.config.help import help_text
 from orchestrator.launch import main
@@ -44,9 +44,7 @@ def command(script: Path, *words: str, cwd: Path, **environment: str) -> subproc
 
 def test_help_names_every_group_word_and_key() -> None:
     text = help_text([], registry.config_class)
-    errors: list[str] = []
-    config, _ = compose([], errors, registry.config_class)
-    assert config is not None
+    config = config_of()
     for group in GROUPS:
         assert all(word in text for word in choices(group)), group
     for section in fields(config):
@@ -84,6 +82,7 @@ def test_help_fits_a_terminal_and_has_the_used_keys_before_the_rare_ones() -> No
     assert order == sorted(order)
 
 
+@pytest.mark.needs("asynchronous", "scripts")
 def test_help_with_a_mistake_beside_it_says_so(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     assert main(["--help", "strategy=ddpp"]) == 2
     golden.says(capsys.readouterr().err)
@@ -138,14 +137,15 @@ def complete(script: Path, line: str, cwd: Path, *, shell: str = "bash") -> list
         ("strategy=single train.st", ["train.steps=", "train.stop_after=", "train.stop_min_delta="]),
         ("strategy=ddp strategy.comm", ["strategy.comm_hook="]),
         ("cluster.add", ["cluster.address="]),
-        ("launch strategy=s", ["strategy=script", "strategy=single"]),
-        ("comp", ["compare"]),
-        (
+        ("launch strategy=f", ["strategy=fsdp", "strategy=fsdp_pipeline"]),
+        pytest.param("comp", ["compare"], marks=pytest.mark.needs("sweep")),
+        pytest.param(
             "s",
             [
                 *("schema", "seed=", "show", "start_from=", "stop", "storage.", "strategy.", "strategy=", "submit"),
                 *("sweep.", "sync"),
             ],
+            marks=pytest.mark.needs("submit"),
         ),
         ("strategy=ddp comp", []),
         ("compare out", []),
@@ -176,7 +176,9 @@ def with_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("job=mine.Line job.", ["job._target_=", "job.lr=", "job.width="]),
         ("job=mine.Line train.eval_e", ["train.eval_every="]),
         ("job.m", ["job.momentum="]),
-        ("submit --address http://h:1 job=mine.Line job.w", ["job.width="]),
+        pytest.param(
+            "submit --address http://h:1 job=mine.Line job.w", ["job.width="], marks=pytest.mark.needs("submit")
+        ),
         ("show ", ["12-30-01-alice", "alice", "last"]),
         ("logs --output-dir far b", ["bob"]),
         ("stop --", []),

@@ -12,14 +12,14 @@ from types import FrameType
 
 import pytest
 
-from orchestrator import launch
+from orchestrator import cli, launch
 from orchestrator.cli import VERBS
 from orchestrator.config.schema import Config
-from orchestrator.prediction.published import PUBLISHED
 from orchestrator.torchrun import torchrun_overrides
 
 pytestmark = pytest.mark.slow
 
+TABLE = next(Path(cli.__file__).parent.glob("features/*/*/published_runs.csv"), None)
 SHORT, LONG = 5, 1000
 """The inputs of a verb in CI, and in the campaign."""
 LIMIT_S = 120.0
@@ -216,7 +216,7 @@ def bounded() -> Iterator[None]:
 
 def write_files(draw: Draw, folder: Path) -> None:
     """Write odd files: those of a configuration, and those of a run."""
-    rows = PUBLISHED.read_bytes().splitlines()[:3]
+    rows = TABLE.read_bytes().splitlines()[:3] if TABLE else [b"gpu,gpus,mbs", b"H100,64,2"]
     damaged = b"\n".join([rows[0], rows[1].replace(b",64,", f",{draw.value()},".encode(errors="replace"))])
     for name in (*FILES, *(f"{RUN}/{name}" for name in RUN_FILES)):
         path = folder / name

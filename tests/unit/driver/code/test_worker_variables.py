@@ -9,13 +9,12 @@ import pytest
 
 from helpers.conformance.cases import CLUSTER, assignment
 from helpers.files.golden import Golden
+from helpers.machines.plans import config_of
 from orchestrator.config.build import ConfigError
-from orchestrator.config.compose import compose
 from orchestrator.config.recorded_config import to_dict
 from orchestrator.config.redact import Redactor
 from orchestrator.driver.code.worker_code import worker_variables
 from orchestrator.protocol.messages import Variables
-from orchestrator.strategies import registry
 from orchestrator.user_code.breakpoints import REFUSAL, VARIABLE
 from orchestrator.worker.process import network
 from orchestrator.worker.process.network import nccl_variables
@@ -87,9 +86,7 @@ def test_names_that_cannot_be_set_are_refused(name: str, message: str) -> None:
 
 def test_the_values_are_typed_as_keys_and_masked_by_name() -> None:
     overrides = ["cluster.env.NCCL_DEBUG=INFO", "cluster.env.MY_TOKEN=hf-Tt00Uu11", "cluster.env.WANDB_MODE=null"]
-    errors: list[str] = []
-    config, _ = compose(overrides, errors, registry.config_class)
-    assert config is not None, errors
+    config = config_of(*overrides)
     assert config.cluster.env == {"NCCL_DEBUG": "INFO", "MY_TOKEN": "hf-Tt00Uu11", "WANDB_MODE": None}
     redactor = Redactor()
     redactor.learn(to_dict(config))

@@ -16,6 +16,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "continuation_errors", refuse)
 
 
+@pytest.mark.needs("tracking")
 def test_nothing_starts_beside_the_only_worker() -> None:
     words = ["debug=true", "strategy=ddp", "strategy.num_workers=4", "data.num_workers=3", "recovery.spares=2"]
     words += ["recovery.chaos=[kill@5:3]", "tracking.tensorboard=true", "cluster.address=10.0.0.1:6379"]
@@ -31,7 +32,7 @@ def test_nothing_starts_beside_the_only_worker() -> None:
     ("words", "strategy"),
     [
         (["strategy=ddp", "strategy.num_workers=[2,8]"], "ddp"),
-        (["strategy=dp", "strategy.num_workers=2"], "dp"),
+        pytest.param(["strategy=dp", "strategy.num_workers=2"], "dp", marks=pytest.mark.needs("asynchronous")),
         (["strategy=pipeline", "strategy.num_workers=3"], "single"),
     ],
 )

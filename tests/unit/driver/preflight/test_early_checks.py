@@ -45,11 +45,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 REFUSED = (
-    "train.stps=3 strategy=dpp train.steps=0",
+    pytest.param("train.stps=3 strategy=dpp train.steps=0", marks=pytest.mark.needs("asynchronous", "scripts")),
     "job=mine.Line job.width=x job.lr=y job.on=7 job.wdth=3 strategy=single",
     "job=nothing.Line",
-    "strategy=script job.script=nothing.py",
-    "strategy=script job.script=broken.py job.kind=file",
+    pytest.param("strategy=script job.script=nothing.py", marks=pytest.mark.needs("scripts")),
+    pytest.param("strategy=script job.script=broken.py job.kind=file", marks=pytest.mark.needs("scripts")),
     "resume=bob",
     "evaluate=bob/checkpoints/best",
     "start_from=outputs/2026-05-01/12-30-01-bob",
@@ -58,7 +58,7 @@ REFUSED = (
     "resume=last",
     "evaluate=carol",
     "start_from=carol",
-    "tracking.uri=foo://x output_dir=/proc/x resume=bob",
+    pytest.param("tracking.uri=foo://x output_dir=/proc/x resume=bob", marks=pytest.mark.needs("tracking")),
     "tracking.sinks=[tensorbord]",
     "-- seed=1 | seed=x",
 )

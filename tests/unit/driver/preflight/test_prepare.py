@@ -26,6 +26,7 @@ from orchestrator.strategies.external.job import Script
 # Places -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("tracking")
 def test_paths_are_made_absolute_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = config_of(Path("runs"))
@@ -36,6 +37,7 @@ def test_paths_are_made_absolute_from_the_working_directory(tmp_path: Path, monk
     assert config_of(Path("~/runs")).output_dir == str(tmp_path / "home" / "runs")
 
 
+@pytest.mark.needs("tracking")
 def test_nothing_is_kept_in_the_directory_that_ray_unpacks_for_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +72,7 @@ def test_a_read_only_place_is_a_error(tmp_path: Path) -> None:
     assert "Permission denied" in error
 
 
+@pytest.mark.needs("tracking")
 def test_all_errors_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
     config = config_of(Path("/proc/nowhere"), "tracking.uri=htp://me:hunter2@host")
     errors = environment_errors(config)
@@ -77,6 +80,7 @@ def test_all_errors_of_the_surroundings_come_at_once(tmp_path: Path) -> None:
     assert "hunter2" not in "".join(errors)
 
 
+@pytest.mark.needs("tracking")
 def test_sinks_that_cannot_be_used_are_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
@@ -85,6 +89,7 @@ def test_sinks_that_cannot_be_used_are_refused_with_the_remedy(
     golden.says(environment_errors(config))
 
 
+@pytest.mark.needs("tracking")
 def test_what_the_environment_decides_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@host:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
@@ -122,6 +127,7 @@ class Odd(Digits):
     sizes: tuple[int, ...] = (1, 2)
 
 
+@pytest.mark.needs("tracking")
 def test_the_records_of_a_new_run(tmp_path: Path) -> None:
     words = ["job.hidden=4", "tracking.uri=http://me:hunter2@host:5000", "train.clip_norm=1"]
     config = config_of(tmp_path / "outputs", *words)
@@ -167,6 +173,7 @@ def test_no_secret_is_written_and_every_field_can_be(tmp_path: Path) -> None:
     assert "job.where" not in params
 
 
+@pytest.mark.needs("scripts")
 def test_a_script_has_its_arguments_as_parameters_and_none_of_what_its_code_replaces(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     args = "data.txt --lr 0.003 --warm-up=5 --sizes 1 2 --fast -x 3 --scale -1 --password hunter2 hidden=8 +a.b=c=d"

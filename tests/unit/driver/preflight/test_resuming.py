@@ -71,6 +71,7 @@ def test_what_is_wrong_with_the_last_run_names_it(tmp_path: Path, golden: Golden
     golden.says(refused(config_of(tmp_path, "resume=last")), RUN=run.path)
 
 
+@pytest.mark.needs("scripts")
 def test_a_script_continues_in_its_run_directory_whatever_it_has_saved(tmp_path: Path) -> None:
     an_earlier_run(tmp_path, steps=[], state="finished", name="train")
     wanted = an_earlier_run(tmp_path, steps=[], state="killed", name="train")

@@ -22,6 +22,7 @@ from orchestrator.driver.preflight.resume import find_resume
 from orchestrator.driver.preflight.run_config import absolute_paths, environment_errors
 from orchestrator.driver.process.origin import HERE
 from orchestrator.driver.process.run_context import EventStream, RunResult
+from orchestrator.driver.process.uploads import tracking
 from orchestrator.driver.reporting import RecordUpload
 from orchestrator.planning.plan import Node, make_plan
 from orchestrator.protocol.events import Warned
@@ -36,8 +37,6 @@ from orchestrator.state.checkpoint_store import CheckpointStore
 from orchestrator.state.train_state import capture
 from orchestrator.storage.remote import Remote
 from orchestrator.strategies import registry
-from orchestrator.tracking.pending_uploads import note_pending
-from orchestrator.tracking.uploader import Uploader, uploads_to_resume
 
 JOB = Digits(hidden=4)
 NODES = (Node(node_id="n", name="n", cpus=2, gpus=0),)
@@ -209,7 +208,7 @@ def test_records_that_cannot_be_uploaded_are_named_at_the_end(tmp_path: Path) ->
         plan=make_plan(config, registry.load(config.strategy.name), NODES, oversubscribe_cpus=True),
         run_dir=run_dir,
         tracking=config.tracking,
-        uploader=Uploader.start(run_dir, config.tracking),
+        uploader=tracking().start(run_dir, config.tracking),
         records=RecordUpload(run_dir, Lease(run_dir), config.storage, Redactor()),
         journal=journal,
         events=EventStream([console], Redactor(), journal=journal),
@@ -297,7 +296,11 @@ def test_a_driver_on_the_node_of_a_worker_keeps_what_that_has_written(tmp_path: 
     assert (second.checkpoints / "step-00000003" / "manifest.json").is_file()
 
 
+@pytest.mark.needs("tracking")
 def test_an_upload_is_left_to_the_host_that_has_continued_the_run(tmp_path: Path) -> None:
+    from orchestrator.features.tracking.pending_uploads import note_pending
+    from orchestrator.features.tracking.uploader import uploads_to_resume
+
     run_dir = start(config_of(tmp_path, "here", "tracking.uri=http://127.0.0.1:1"))
     run_dir.update_record(state="failed")
     note_pending(run_dir)

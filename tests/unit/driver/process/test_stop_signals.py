@@ -15,8 +15,8 @@ import pytest
 from helpers.files.golden import Golden
 from helpers.records.runs import wait_for
 from orchestrator import logs, stop
+from orchestrator.driver.process.restarts import Child
 from orchestrator.driver.process.signals import StopRequests, StopSignals
-from orchestrator.driver.submit.restarts import Child
 from orchestrator.records.output_dir import OutputDir
 from orchestrator.records.run_dir import RunDir, request_stop, stop_requested_by
 

@@ -12,7 +12,7 @@ from helpers.machines.simulated import Driver
 from orchestrator.driver.process import waiting
 from orchestrator.driver.process.calls import NoWorkersError, UnfitError
 from orchestrator.driver.process.waiting import Interrupted, ResourceWait, UnfitLimit, WaitMonitor
-from orchestrator.policy.queue_order import ClusterState, NodeState, Request
+from orchestrator.policy.shortage import ClusterState, NodeState, Request
 from orchestrator.protocol.events import WaitingForResources
 from orchestrator.records.lease import SupersededError
 from orchestrator.records.lock import this_process

@@ -17,7 +17,7 @@ def test_a_run_of_a_fixed_size_seeks_its_spares_while_it_trains(others_wait: boo
     workers: Any = SimpleNamespace(
         plan=sizes.largest,
         gang=SimpleNamespace(refill=sought.append, ready=lambda: 1),
-        queue=SimpleNamespace(others_wait=others_wait),
+        turns=SimpleNamespace(others_wait=others_wait),
         _sizes=sizes,
     )
     RunWorkers.refill(workers)

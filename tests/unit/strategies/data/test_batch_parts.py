@@ -115,6 +115,7 @@ def test_nothing_is_said_where_nothing_is_divided(name: str) -> None:
     assert warnings(DEPEND[name][0], SINGLE, replicas=1) == ""
 
 
+@pytest.mark.needs("asynchronous")
 def test_a_loss_of_gathered_outputs_is_that_of_the_batch() -> None:
     """``dp`` computes it on the first device, unless each replica computes its own."""
     options, _ = STRATEGIES["dp"]
@@ -125,6 +126,7 @@ def test_a_loss_of_gathered_outputs_is_that_of_the_batch() -> None:
     assert "1.mean" in warnings(DEPEND["own batch norm"][0], options, replicas=1, devices=2)
 
 
+@pytest.mark.needs("asynchronous")
 def test_asynchronous_workers_have_losses_of_their_own() -> None:
     options, _ = STRATEGIES["hogwild"]
     assert warnings(OfBatches(loss_of=contrastive), options) == ""

@@ -128,7 +128,11 @@ def sgd_with_own_step(parameters: Any, lr: float) -> Optimizer:
 
 
 @pytest.mark.parametrize("kind", [hooked_sgd, sgd_with_own_step])
-@pytest.mark.parametrize("options", [FSDP, SHARDED_DDP, PARAMETER_SERVER], ids=lambda options: options.name)
+@pytest.mark.parametrize(
+    "options",
+    [FSDP, SHARDED_DDP, pytest.param(PARAMETER_SERVER, marks=pytest.mark.needs("asynchronous"))],
+    ids=lambda options: options.name,
+)
 def test_a_changed_step_is_refused(options: StrategyConfig, kind: Callable[..., Optimizer], golden: Golden) -> None:
     [error], _ = checked(Built(optimizer_of=partial(kind, lr=0.01)), options, workers=4)
     golden.says(error)

@@ -134,8 +134,16 @@ def test_nothing_is_said_where_losses_are_equal(job: Toy, words: tuple[str, ...]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("strategy=dp", "strategy.num_workers=2"), "each device's own samples, with strategy=single"),
-        (("strategy=parameter_server", "strategy.consistency=sync"), "each worker's own samples, with strategy=single"),
+        pytest.param(
+            ("strategy=dp", "strategy.num_workers=2"),
+            "each device's own samples, with strategy=single",
+            marks=pytest.mark.needs("asynchronous"),
+        ),
+        pytest.param(
+            ("strategy=parameter_server", "strategy.consistency=sync"),
+            "each worker's own samples, with strategy=single",
+            marks=pytest.mark.needs("asynchronous"),
+        ),
         (("strategy=single", "train.grad_accumulation=2"), "slices of "),
     ],
 )

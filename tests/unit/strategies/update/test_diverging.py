@@ -26,6 +26,9 @@ class Table(Toy):
         return TensorDataset(torch.zeros(64, 3, dtype=torch.long), torch.zeros(64, 4))
 
 
+ASYNCHRONOUS = pytest.mark.needs("asynchronous")
+
+
 def errors_of(job: Table, *overrides: str) -> list[str]:
     config, plan = config_of(*overrides), plan_of(GPU_BOX, *overrides)
     errors: list[str] = []
@@ -37,9 +40,9 @@ def errors_of(job: Table, *overrides: str) -> list[str]:
     "overrides",
     [
         ("strategy=ddp", "strategy.num_workers=2"),
-        ("strategy=dp", "strategy.num_workers=2"),
-        ("strategy=parameter_server", "strategy.num_workers=2"),
-        ("strategy=parameter_server", "strategy.num_workers=1"),
+        pytest.param(("strategy=dp", "strategy.num_workers=2"), marks=ASYNCHRONOUS),
+        pytest.param(("strategy=parameter_server", "strategy.num_workers=2"), marks=ASYNCHRONOUS),
+        pytest.param(("strategy=parameter_server", "strategy.num_workers=1"), marks=ASYNCHRONOUS),
         ("strategy=ddp_pipeline", "strategy.num_workers=4", "strategy.pipeline_parallel_size=2"),
     ],
 )
@@ -48,7 +51,7 @@ def test_max_norm_of_an_embedding_is_refused_with_replicas(overrides: tuple[str,
     assert not [error for error in errors_of(Table(max_norm=None), *overrides) if "max_norm" in error]
 
 
-@pytest.mark.parametrize("name", ["single", "hogwild", "locked_sgd"])
+@pytest.mark.parametrize("name", ["single", *(pytest.param(n, marks=ASYNCHRONOUS) for n in ("hogwild", "locked_sgd"))])
 def test_with_one_table_for_all_it_is_not(name: str) -> None:
     """The workers of hogwild rescale rows of the shared memory."""
     assert not [error for error in errors_of(Table(), f"strategy={name}") if "max_norm" in error]

@@ -122,15 +122,21 @@ class Steps(Hooked):
 
 
 def test_strategies_that_divide_a_batch_refuse_such_hooks() -> None:
-    hogwild, dp = STRATEGIES["hogwild"][0], STRATEGIES["dp"][0]
     twice: dict[str, int] = {"replicas": 1, "accumulation": 2}
-    for options, layout in ((DDP, {}), (SINGLE, twice), (hogwild, twice)):
+    for options, layout in ((DDP, {}), (SINGLE, twice)):
         with pytest.raises(JobError, match=rf"^strategy={options.name} .*: the gradient hook of 1\.weight"):
             built(Hooked(), options, **layout)
     with pytest.raises(JobError, match=r"the gradient hook of 1\.weight"):
         built(Steps(), DDP)
     built(Hooked(name="masks"), DDP, accumulation=2)
     built(Hooked(), SINGLE, replicas=1)
+
+
+@pytest.mark.needs("asynchronous")
+def test_strategies_that_sum_or_update_before_them_do_not() -> None:
+    hogwild, dp = STRATEGIES["hogwild"][0], STRATEGIES["dp"][0]
+    with pytest.raises(JobError, match=r"^strategy=hogwild .*: the gradient hook of 1\.weight"):
+        built(Hooked(), hogwild, replicas=1, accumulation=2)
     built(Hooked(), dp, replicas=1, devices=2)  # the sum over its replicas is made before the hook runs
     built(Hooked(), hogwild)  # each worker updates from its own gradients
 

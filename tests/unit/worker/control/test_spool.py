@@ -142,17 +142,6 @@ def test_damage_ends_the_reading(tmp_path: Path) -> None:
     assert list(read_spool(path)) == [(0, point(1))]
 
 
-def test_events_are_kept_too(tmp_path: Path) -> None:
-    path = tmp_path / "node-7"
-    outbox = Outbox(Redactor())
-    outbox.keep_in(Spool(path))
-    warning = Warned(message="a warning")
-    outbox.put_point(point(1))
-    outbox.put_event(warning)
-    outbox.put_point(point(2))
-    assert list(read_spool(path)) == [(0, point(1)), (1, warning), (2, point(2))]
-
-
 def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "node-7"
     outbox = Outbox(Redactor(["hunter2-hunter2"]))

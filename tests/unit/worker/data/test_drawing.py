@@ -81,6 +81,7 @@ def _draws_something_else_first() -> None:
         draw()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("what", ["items", "batches", "collate", "stream"])
 @pytest.mark.parametrize("kind", DRAW)
 def test_a_resumed_run_draws_the_same_with_any_number_of_loader_processes(what: str, kind: str) -> None:
@@ -99,6 +100,7 @@ def test_ranks_and_seeds_draw_different_numbers(kind: str) -> None:
     assert len({x for run in seen for step in run for x in step}) == 4 * 4 * 4
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("what", ["items", "batches", "collate", "stream"])
 @pytest.mark.parametrize("kind", DRAW)
 def test_each_evaluation_draws_the_same(what: str, kind: str) -> None:
@@ -110,6 +112,7 @@ def test_each_evaluation_draws_the_same(what: str, kind: str) -> None:
     assert [batch.tolist() for batch, _ in evaluate(**words, seed=1)] != first
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("what", ["items", "batches", "collate", "stream"])
 @pytest.mark.parametrize("kind", DRAW)
 def test_reading_leaves_the_generators_of_the_training_thread_alone(what: str, kind: str) -> None:

@@ -1,1 +1,0 @@
-"""Commands that run as jobs of a cluster, and their restarts."""

@@ -1,0 +1,1 @@
+"""Launches, and verbs on runs, that are sent to a cluster as jobs."""
