@@ -81,7 +81,7 @@ def digest(samples: Iterable[Any]) -> str:
 def _add(found: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         with contextlib.suppress(RuntimeError):  # of a tensor that is not dense
-            found.update(as_bytes(value.detach().cpu()).numpy().tobytes())
+            found.update(as_bytes(value.detach().cpu()).numpy().data)
     elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
         found.update(value.tobytes())
     elif isinstance(value, _PLAIN):
