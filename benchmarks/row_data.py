@@ -47,7 +47,7 @@ sys.path.insert(0, str(PEERS))
 import row_jobs
 from row_jobs import RowData, write_files
 
-ROUNDS = 5
+ROUNDS = 3
 ROWS, FILES, BATCH = 1_000_000, 50, 512
 EPOCHS, EPOCH_ROWS = 10, 200_000
 CASES = {"data": (1000, {"work": 1000}), "model": (150, {"hidden": 1024}), "neither": (1500, {})}

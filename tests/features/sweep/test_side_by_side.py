@@ -14,9 +14,9 @@ from orchestrator.driver.checked_runs import check_all
 from orchestrator.features.sweep.side_by_side import num_at_once
 
 CHILD = """
-import signal, sys
+import os, signal
 from orchestrator.records.lock import end_with_parent
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("ended", flush=True)))
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"ended\\n"), os._exit(0)))
 end_with_parent(signal.SIGTERM)
 print("up", flush=True)
 signal.pause()
