@@ -413,5 +413,5 @@ def test_each_report_and_checkpoint_has_its_own_confirmation(tmp_path: Path) -> 
     calls, everything = run_until_ended(tmp_path / "whole", at=1000)
     reported = [run_until_ended(tmp_path / str(at), at=at)[1] for at in range(1, calls + 1)]
     assert everything == 2 + 1 + 1, "points, evaluations and checkpoints"
-    assert calls == 2 + everything + 3, "the updates, the reports, the initial state, the trial and the end"
+    assert calls == 2 + everything + 4, "the updates, the reports, the initial state, the trial, the order and the end"
     assert {after - before for before, after in itertools.pairwise([0, *reported, everything])} == {0, 1}
