@@ -19,6 +19,9 @@ import ray
 from orchestrator.compat.ray.counted_sources import operators
 from orchestrator.compat.ray.gcs import total_resources
 
+LEAST_BLOCKS = 4
+"""So many blocks of an operator may wait at least; on more CPUs, two for each of them."""
+
 
 class SchemaError(Exception):
     """Blocks of a dataset do not go together; the text is a clause that says why."""
@@ -79,6 +82,19 @@ def prepare(dataset: Any, *, cpus: float | None, execution: int) -> None:
     dataset.context.enable_progress_bars = False
     dataset.context.enforce_schemas = True  # otherwise each block is said to have the schema of the first one
     dataset.context._execution_idx = execution
+    _limit_blocks(dataset.context, max(LEAST_BLOCKS, int(2 * ray.cluster_resources().get("CPU", 0.0))))
+
+
+def _limit_blocks(context: Any, most: int) -> None:
+    """Let no operator begin a task while so many of its blocks wait: tasks take CPUs that the workers share."""
+    from ray.data._internal.execution import backpressure_policy as policies
+
+    class Blocks(policies.BackpressurePolicy):  # which tasks receive as a value, and do not import
+        def can_add_input(self, op: Any) -> bool:
+            return bool(self._topology[op].total_enqueued_output_blocks() < most)
+
+    key = policies.ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY
+    context.set_config(key, [*context.get_config(key, policies.ENABLED_BACKPRESSURE_POLICIES), Blocks])
 
 
 def unseeded_operator(dataset: Any) -> str | None:
