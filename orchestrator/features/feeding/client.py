@@ -132,8 +132,9 @@ class FedSplit(Fed):
         self._length = length
         self._blocks: OrderedDict[Any, Mapping[str, Any]] = OrderedDict()
         self._types: dict[str, str] = {}
-        self._further: Sequence[Share] = ()  # which came with the last answer
-        self._follows: tuple[Request, int] | None = None  # what asks for the first of them
+        # The shares that came with the last answer, after what asks for the first one. They are one value, because
+        # an evaluation may read the data of training while these are read ahead.
+        self._further: tuple[Request | None, tuple[Share, ...]] = (None, ())
         self.last_mark: Callable[[], Mark | None] = lambda: None
 
     def __len__(self) -> int:
@@ -161,7 +162,7 @@ class FedSplit(Fed):
 
     def close(self) -> None:
         self._blocks.clear()
-        self._further = ()
+        self._further = (None, ())
 
     def request(self, position: int, count: int, first: int, end: int, *, keep: int) -> Request:
         """Return the request for a share, which has to be asked for in this generation."""
@@ -199,7 +200,6 @@ class FedSplit(Fed):
                 try:
                     return share, joined([p.load(self._columns) for p in share.parts]) if share.parts else ()
                 except _GONE:
-                    self._further = ()
                     request = replace(self._from_last_mark(request), lost=share.reading)
                 except ValueError as e:
                     raise JobError(f"job.dataset({self.name!r}): {e}") from e
@@ -213,16 +213,15 @@ class FedSplit(Fed):
 
     def _take(self, request: Request) -> Share | None:
         """Return a share that came with an earlier one, or ask the feeder. It is None if the feeder has died, too."""
-        asked = replace(request, position=0, keep=0, mark=None, lost=None)
-        if self._further and (asked, request.position) == self._follows and request.lost is None:
-            share, *further = self._further
-        else:
+        asked = replace(request, keep=0, mark=None, lost=None)
+        expected, shares = self._further
+        if not shares or asked != expected or request.lost is not None:
             answer: Share | None = self._feeding.call("take", self.name, request, retries=False)
             if answer is None:
                 return None
-            share, further = answer, [*answer.further]
-        self._further, self._follows = further, (asked, request.position + request.count)
-        return share
+            shares = (answer, *answer.further)
+        self._further = replace(asked, position=asked.position + asked.count), shares[1:]
+        return shares[0]
 
     def _from_last_mark(self, request: Request) -> Request:
         """Return the request by which a new feeder compares what it reads with what was read."""
