@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from orchestrator.planning.schedules import SCHEDULES, PipelineLayout, Schedule
 from orchestrator.strategies.keys import MeshConfig
 
-MOST = 9
+MOST = 13
 """Micro-batches tried."""
 
 
