@@ -113,23 +113,6 @@ without_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which no ``__torch_function__`` of a class of tensors is called."""
 
 
-@contextlib.contextmanager
-def autocast_of(device_type: str) -> Iterator[None]:
-    """Let contexts of autocast that are made in the block be for ``device_type``, whatever type the code names."""
-    contexts: Any = torch.autocast
-    original = contexts.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, _: str, *args: Any, **kwargs: Any) -> None:
-        original(self, device_type, *args, **kwargs)
-
-    contexts.__init__ = init
-    try:
-        yield
-    finally:
-        contexts.__init__ = original
-
-
 CAST: Any = torch.ops.aten._to_copy.default
 """The operator that copies a tensor in another type, as autocast does."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.compat.autocast import cast_grouped_products
+from orchestrator.compat.autocast import CAST_DTYPES, cast_grouped_products
 from orchestrator.compat.modules import own_parameters
 from orchestrator.compat.torch import CAST, CLONE, reads_nothing, storage_key
 from orchestrator.model.batch import map_tensors, tensors_in
@@ -84,8 +84,6 @@ def summable(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that autocast casts."""
 _UNCAST = (nn.Embedding, nn.EmbeddingBag, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """Modules of torch whose parameters autocast uses as they are."""
 
@@ -119,7 +117,7 @@ class Casts:
                 self._names[storage_key(result.untyped_storage())] = names
                 continue
             for name in names:
-                self.seen[name] = self.seen.get(name, True) and casts and tensor.dtype in _CAST
+                self.seen[name] = self.seen.get(name, True) and casts and tensor.dtype in CAST_DTYPES
 
 
 def gathered_dtypes(
@@ -151,7 +149,7 @@ def gathered_dtypes(
         casts = seen.get(name, alike.get(_likeness(name, module), _is_cast_by_torch(module, parameter)))
         cast[parameter] = cast.get(parameter, True) and casts
     return {
-        name: autocast_dtype if autocast_dtype is not None and cast[p] and p.dtype in _CAST else p.dtype
+        name: autocast_dtype if autocast_dtype is not None and cast[p] and p.dtype in CAST_DTYPES else p.dtype
         for name, (_, p) in owners.items()
     }
 

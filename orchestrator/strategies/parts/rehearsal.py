@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
+from orchestrator.compat.autocast import autocast_of
 from orchestrator.compat.generators import drawing
 from orchestrator.compat.modules import calls_through
 from orchestrator.compat.torch import (
-    autocast_of,
     is_view_operator,
     running_node_number,
     storage_key,
