@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +132,7 @@ class FedSplit(Fed):
         self._feeding = feeding
         self._length = length
         self._blocks: OrderedDict[Any, Mapping[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
         self._types: dict[str, str] = {}
         # The shares that came with the last answer, after what asks for the first one. They are one value, because
         # an evaluation may read the data of training while these are read ahead.
@@ -228,16 +230,18 @@ class FedSplit(Fed):
         return request if request.once else replace(request, mark=self.last_mark() or request.mark)
 
     def _columns(self, ref: Any) -> Mapping[str, Any]:
-        if ref not in self._blocks:
+        columns = self._blocks.get(ref)
+        if columns is None:
             columns = ray_data.columns(ref)
             types = {name: _type_of(column) for name, column in columns.items()}
             self._types = self._types or types
             if types != self._types:
                 raise ValueError(f"rows with several kinds of columns ({self._types}; {types}); give all rows the same")
-            self._blocks[ref] = columns
-            while len(self._blocks) > CACHED:
-                self._blocks.popitem(last=False)
-        return self._blocks[ref]
+            with self._lock:
+                self._blocks[ref] = columns
+                while len(self._blocks) > CACHED:
+                    self._blocks.popitem(last=False)
+        return columns
 
 
 class FedReader:
