@@ -45,9 +45,15 @@ def in_order() -> Iterator[None]:
 
     The parquet source of old is used, because the new one packs row groups of several files into tasks by size.
     """
-    os.environ["RAY_DATA_USE_DATASOURCE_V2"] = "0"  # if it is not imported yet
     if "ray.data" not in sys.modules:
-        yield
+        name, value = "RAY_DATA_USE_DATASOURCE_V2", os.environ.get("RAY_DATA_USE_DATASOURCE_V2")
+        os.environ[name] = "0"  # read when it is imported
+        try:
+            yield
+        finally:  # ranks inherit the variables of a driver, and would open files by tasks, which may find no CPU
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
         return
     context = sys.modules["ray.data"].DataContext.get_current()
     before = getattr(context, "use_datasource_v2", None)

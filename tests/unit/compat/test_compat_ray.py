@@ -232,3 +232,16 @@ def test_private_names_are_used_nowhere_else() -> None:
     private = re.compile(r"ray\._private|ray\.core\.generated|ray\._raylet")
     users = [p for p in sorted(ROOT.glob("orchestrator/**/*.py")) if private.search(p.read_text())]
     assert users == [ROOT / "orchestrator" / "compat" / "ray" / "internals.py"]
+
+
+def test_the_order_of_rows_leaves_no_variable_to_the_processes_that_start_later() -> None:
+    code = """
+import os
+from orchestrator.compat.ray.datasets import in_order
+before = dict(os.environ)
+with in_order():
+    import ray.data
+assert ray.data.DataContext.get_current().use_datasource_v2 is False
+assert dict(os.environ) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
